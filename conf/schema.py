@@ -1,0 +1,446 @@
+"""Every option, as dataclasses, with the rules that hold between them.
+
+`train.yaml` lists `schema` first in its defaults, so a mistyped key in a preset or on the command line fails when Hydra
+composes the config. `load` turns the composed tree into plain dataclasses, converts lengths such as `128K`, and checks
+the rules between sections. Nothing here repairs a value or looks at the machine.
+"""
+
+import dataclasses
+import difflib
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Union
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+Length = Union[int, str]  # 131072, "128K" or "1M": binary multiples, converted by `load`
+TokenCount = Union[int, str]  # 10_000_000_000, "500M" or "10B": decimal multiples, converted by `load`
+
+
+class Layout(StrEnum):
+    """Which tokens of a sequence a rank of the sequence axis holds."""
+
+    contiguous = "contiguous"
+    zigzag = "zigzag"
+    striped = "striped"
+
+
+class Kernel(StrEnum):
+    """Which implementation computes a tile of attention."""
+
+    auto = "auto"
+    reference = "reference"
+    sdpa = "sdpa"
+
+
+class ReduceGradients(StrEnum):
+    """When gradients are summed over the gradient axis: once a step (faster), or at each micro-batch (less memory)."""
+
+    last = "last"
+    each = "each"
+
+
+class Dtype(StrEnum):
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float64 = "float64"
+
+
+class Recompute(StrEnum):
+    """What a layer keeps for its backward: everything, its input and attention's (out, lse), or its input only."""
+
+    none = "none"
+    block = "block"
+    full = "full"
+
+
+class Schedule(StrEnum):
+    """Warm-up then cosine to the floor, or warm-up, a constant, and a linear decay over the last steps."""
+
+    cosine = "cosine"
+    wsd = "wsd"
+
+
+class Source(StrEnum):
+    """Where documents come from when a corpus is prepared."""
+
+    packages = "packages"
+    text = "text"
+
+
+class Wandb(StrEnum):
+    disabled = "disabled"
+    offline = "offline"
+    online = "online"
+
+
+ATTENTION_KINDS = ("full", "window", "full_norope", "window_norope")
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """Shape of a Llama-family decoder."""
+
+    name: str = MISSING
+    vocab_size: int = MISSING
+    model_dim: int = MISSING
+    num_layers: int = MISSING
+    num_heads: int = MISSING
+    num_kv_heads: int = MISSING
+    head_dim: int = MISSING
+    ffn_dim: int = MISSING
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    attention_pattern: str = "full"  # kinds of ATTENTION_KINDS, repeated over the layers
+    attention_window: int = 0  # tokens a window layer sees, itself included; 0 where no layer has a window
+    init_std: float = 0.02
+    ffn_block_tokens: Length = 2048  # tokens per block of the feed-forward
+    loss_block_tokens: Length = 1024  # tokens per block of the loss: [block, vocab] is the largest logits tensor
+
+    def attention_kinds(self) -> list[str]:
+        """The kind of each layer, in order."""
+        pattern = [kind.strip() for kind in self.attention_pattern.split(",")]
+        return [pattern[i % len(pattern)] for i in range(self.num_layers)]
+
+
+@dataclass(kw_only=True)
+class ParallelConfig:
+    """How ranks divide the work: data × sequence × tensor = number of ranks."""
+
+    data: int = -1  # ranks with different sequences; -1 = what remains
+    sequence: int = 1  # ranks that share one sequence, split by tokens; attention rings over them
+    tensor: int = 1  # ranks that share each weight matrix
+    shard: int = -1  # ranks over which states are sharded, a divisor of data × sequence; -1 = all of them
+    layout: Layout = Layout.zigzag
+    kernel: Kernel = Kernel.auto
+    tensor_shards_activations: bool = True  # between its regions a rank keeps 1/tensor of the tokens
+    reduce_gradients: ReduceGradients = ReduceGradients.last
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """A corpus, how it is prepared, and how it is cut into sequences."""
+
+    source: Source = MISSING
+    name: str = MISSING  # prepared data lies in <root>/<name>/{train,validation}
+    root: str = "corpora"
+    path: str | None = None  # source=text: a text file, a .jsonl file, or a folder of them
+    validation_fraction: float = 0.05  # source=text: share of the documents held out, chosen by hash
+    vocab_size: int = 8192  # pieces of the tokenizer that `data.prepare` trains
+    sequence_length: Length = 8192  # global tokens of one sequence
+
+
+@dataclass(kw_only=True)
+class TrainSection:
+    steps: int = 100
+    seed: int = 0
+    global_batch_tokens: TokenCount | None = None  # per step, over all ranks; null = one micro-batch per data rank
+    micro_batch_size: int = 1  # sequences a data rank computes at once
+    dtype: Dtype = Dtype.float32  # of compute; bfloat16 keeps float32 master weights
+    recompute: Recompute = Recompute.block
+    log_every: int = 1  # steps between lines of the log; metrics.jsonl has every step
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW."""
+
+    learning_rate: float = 3e-4
+    final_learning_rate_ratio: float = 0.1  # floor of the schedule, as a share of learning_rate
+    schedule: Schedule = Schedule.cosine
+    warmup_steps: int = 10
+    decay_steps: int = 0  # schedule=wsd: steps of the final decay
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.1  # not on norms and biases
+    clip_norm: float = 1.0  # largest global gradient norm; 0 = no clipping
+
+
+@dataclass(kw_only=True)
+class ValidationConfig:
+    every: int = 50  # steps between validations; 0 = at the end only
+    sequences: int = 4  # sequences of the held-out documents; 0 = all of them
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    every: int = 50  # steps between checkpoints; the last step always writes one; 0 = the last step only
+    keep: int = 3  # newest checkpoints to keep; 0 = all
+
+
+@dataclass(kw_only=True)
+class RunConfig:
+    name: str = "default"
+    dir: str = "runs"
+    resume: str = "auto"  # auto = the newest whole checkpoint of this run; never; or the path of a checkpoint
+    timeout_seconds: int = 600  # a collective that waits longer than this ends the run
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    wandb: Wandb = Wandb.disabled
+    wandb_project: str = "longhaul"
+    peak_flops: float | None = None  # of one rank; null = its data sheet, or a matmul timed at start
+
+
+@dataclass(kw_only=True)
+class TrainConfig:
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    train: TrainSection = field(default_factory=TrainSection)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+
+def register() -> None:
+    """Makes the schema known to Hydra, under the name that `train.yaml` lists first."""
+    ConfigStore.instance().store(name="schema", node=TrainConfig)
+
+
+def load(cfg: DictConfig) -> TrainConfig:
+    """The composed config as dataclasses, lengths converted, rules checked.
+
+    Raises:
+        ValueError: naming key, value, rule and the nearest legal choice.
+    """
+    try:
+        # A key added with '+' walks past the schema during composition; merging onto the schema once more refuses it.
+        plain = OmegaConf.to_container(cfg, resolve=True)
+        merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), plain)
+        config = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        raise ValueError(explain(error)) from None
+    assert isinstance(config, TrainConfig)
+    config.data.sequence_length = parse_length("data.sequence_length", config.data.sequence_length)
+    config.model.ffn_block_tokens = parse_length("model.ffn_block_tokens", config.model.ffn_block_tokens)
+    config.model.loss_block_tokens = parse_length("model.loss_block_tokens", config.model.loss_block_tokens)
+    if config.train.global_batch_tokens is not None:
+        config.train.global_batch_tokens = parse_tokens("train.global_batch_tokens", config.train.global_batch_tokens)
+    check(config)
+    return config
+
+
+def explain(error: Exception) -> str:
+    """One message for a composition error, with the nearest existing key where one was mistyped."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    message = lines[0] if lines else type(error).__name__
+    if error.__cause__ is not None and str(error.__cause__).strip():
+        message = message.rstrip(".") + ". " + str(error.__cause__).strip().splitlines()[0]
+    if "expecting <EOF>" in message or "token recognition error" in message:
+        message += ". Quote values that hold = , [ ] ( ) or quotes: 'data.path=\"/a/b=c\"'"
+    if "Could not find '" in message:
+        options = [line for line in lines[1:] if "search path" not in line.lower() and "provider=" not in line]
+        message += ". " + " ".join(options)
+    quoted = message.split("'")[1] if message.count("'") > 1 else ""
+    wrong = quoted if "." in quoted else getattr(error, "full_key", None) or quoted
+    if wrong and "not in" in message:
+        message = message if wrong in message else f"{wrong}: {message}"
+        leaf = [key for key in keys() if key.split(".")[-1] == wrong.split(".")[-1]]
+        near = difflib.get_close_matches(wrong, keys(), n=1, cutoff=0.6) or leaf
+        if near:
+            message += f". Did you mean {near[0]}?"
+    return message
+
+
+def keys(node: Any = TrainConfig, prefix: str = "") -> list[str]:
+    """Every key of the schema, dotted."""
+    names = []
+    for entry in dataclasses.fields(node):
+        name = prefix + entry.name
+        names.append(name)
+        if dataclasses.is_dataclass(entry.type):
+            names += keys(entry.type, name + ".")
+    return names
+
+
+def parse_length(key: str, value: Length) -> int:
+    """A number of tokens, with K and M as binary multiples."""
+    return _parse(key, value, {"K": 1 << 10, "M": 1 << 20}, "8192, 128K or 1M")
+
+
+def parse_tokens(key: str, value: TokenCount) -> int:
+    """A token budget, with K, M and B as decimal multiples."""
+    return _parse(key, value, {"K": 10**3, "M": 10**6, "B": 10**9}, "65536, 4M or 10B")
+
+
+def _parse(key: str, value: int | str, units: dict[str, int], examples: str) -> int:
+    text = str(value).strip()
+    unit = units.get(text[-1:].upper(), 1)
+    digits = text[:-1] if unit > 1 else text
+    if not digits.isdecimal() or int(digits) < 1:
+        raise ValueError(f"{key}={value} is not a positive number of tokens: write it like {examples}")
+    return int(digits) * unit
+
+
+def nearest_divisors(number: int, wish: int) -> str:
+    """The divisors of `number` next to `wish`, in words."""
+    divisors = [d for d in range(1, number + 1) if number % d == 0]
+    below = [d for d in divisors if d < wish][-1:]
+    above = [d for d in divisors if d > wish][:1]
+    return " or ".join(str(d) for d in below + above)
+
+
+def check(config: TrainConfig) -> None:
+    """The rules that hold whatever the number of ranks.
+
+    Raises:
+        ValueError: at the first rule that is broken.
+    """
+    _check_ranges(config)
+    _check_model(config.model)
+    model, parallel = config.model, config.parallel
+    shared = {
+        "model.num_heads": model.num_heads,
+        "model.num_kv_heads": model.num_kv_heads,
+        "model.ffn_dim": model.ffn_dim,
+        "model.vocab_size": model.vocab_size,
+    }
+    for key, number in shared.items():
+        if number % parallel.tensor:
+            raise ValueError(
+                f"parallel.tensor={parallel.tensor} does not divide {key}={number}: use "
+                f"{nearest_divisors(number, parallel.tensor)}"
+            )
+    optimizer, steps = config.optimizer, config.train.steps
+    if optimizer.schedule is Schedule.wsd and not 1 <= optimizer.decay_steps <= steps - optimizer.warmup_steps:
+        raise ValueError(
+            f"optimizer.decay_steps={optimizer.decay_steps} does not fit optimizer.schedule=wsd: between warm-up "
+            f"and train.steps={steps} there is room for 1 to {max(1, steps - optimizer.warmup_steps)}"
+        )
+
+
+def _check_ranges(config: TrainConfig) -> None:
+    positive = {
+        "parallel.sequence": config.parallel.sequence,
+        "parallel.tensor": config.parallel.tensor,
+        "data.vocab_size": config.data.vocab_size,
+        "train.steps": config.train.steps,
+        "train.micro_batch_size": config.train.micro_batch_size,
+        "train.log_every": config.train.log_every,
+        "optimizer.learning_rate": config.optimizer.learning_rate,
+        "run.timeout_seconds": config.run.timeout_seconds,
+    }
+    for key, value in positive.items():
+        if value <= 0:
+            raise ValueError(f"{key}={value} must be positive: use 1 or more")
+    natural = {
+        "validation.every": config.validation.every,
+        "validation.sequences": config.validation.sequences,
+        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.keep": config.checkpoint.keep,
+        "optimizer.warmup_steps": config.optimizer.warmup_steps,
+        "optimizer.decay_steps": config.optimizer.decay_steps,
+        "optimizer.weight_decay": config.optimizer.weight_decay,
+        "optimizer.clip_norm": config.optimizer.clip_norm,
+    }
+    for key, value in natural.items():
+        if value < 0:
+            raise ValueError(f"{key}={value} must not be negative: use 0 or more")
+    for key, value in {"parallel.data": config.parallel.data, "parallel.shard": config.parallel.shard}.items():
+        if value < 1 and value != -1:
+            raise ValueError(f"{key}={value} must be positive, or -1 for what remains")
+    shares = {
+        "optimizer.beta1": config.optimizer.beta1,
+        "optimizer.beta2": config.optimizer.beta2,
+        "optimizer.final_learning_rate_ratio": config.optimizer.final_learning_rate_ratio,
+        "data.validation_fraction": config.data.validation_fraction,
+    }
+    for key, value in shares.items():
+        if not 0 <= value <= 1:
+            raise ValueError(f"{key}={value} is a share: use a number between 0 and 1")
+    for key, value in {"run.name": config.run.name, "data.name": config.data.name}.items():
+        if not value or "/" in value or value.startswith("."):
+            raise ValueError(f"{key}={value!r} must name one folder: no '/', no leading '.'")
+
+
+def _check_model(model: ModelConfig) -> None:
+    sizes = ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+    for name in sizes:
+        if getattr(model, name) < 1:
+            raise ValueError(f"model.{name}={getattr(model, name)} must be positive: use 1 or more")
+    if model.num_heads % model.num_kv_heads:
+        raise ValueError(
+            f"model.num_kv_heads={model.num_kv_heads} does not divide model.num_heads={model.num_heads}: use "
+            f"{nearest_divisors(model.num_heads, model.num_kv_heads)}"
+        )
+    if model.head_dim % 2:
+        raise ValueError(
+            f"model.head_dim={model.head_dim} must be even, rotary positions turn pairs: use {model.head_dim + 1}"
+        )
+    for kind in model.attention_kinds():
+        if kind not in ATTENTION_KINDS:
+            near = difflib.get_close_matches(kind, ATTENTION_KINDS, n=1) or ATTENTION_KINDS[:1]
+            raise ValueError(
+                f"model.attention_pattern={model.attention_pattern} has the unknown kind {kind!r}: did you mean "
+                f"{near[0]}? Kinds are {', '.join(ATTENTION_KINDS)}"
+            )
+    windowed = any(kind.startswith("window") for kind in model.attention_kinds())
+    if windowed and model.attention_window < 1:
+        raise ValueError(
+            f"model.attention_window={model.attention_window} but model.attention_pattern={model.attention_pattern} "
+            "has window layers: use 1 or more tokens"
+        )
+    if model.attention_window and not windowed:
+        raise ValueError(
+            f"model.attention_window={model.attention_window} but no layer of model.attention_pattern="
+            f"{model.attention_pattern} has a window: use 0, or add 'window' to the pattern"
+        )
+
+
+@dataclass(frozen=True)
+class Degrees:
+    """Sizes of the axes once the number of ranks is known; `accumulation` is micro-batches per step."""
+
+    data: int
+    sequence: int
+    tensor: int
+    shard: int
+    accumulation: int
+
+    @property
+    def world(self) -> int:
+        return self.data * self.sequence * self.tensor
+
+
+def resolve(config: TrainConfig, world_size: int) -> Degrees:
+    """Sizes of all axes for `world_size` ranks.
+
+    Raises:
+        ValueError: where data × sequence × tensor cannot be the number of ranks, `shard` does not divide the gradient
+            axis, or the batch is not a whole number of micro-batches.
+    """
+    parallel, train, length = config.parallel, config.train, int(config.data.sequence_length)
+    inner = parallel.sequence * parallel.tensor
+    data = parallel.data if parallel.data > 0 else max(1, world_size // inner)
+    if data * inner != world_size:
+        raise ValueError(
+            f"parallel.data={parallel.data} × parallel.sequence={parallel.sequence} × parallel.tensor="
+            f"{parallel.tensor} does not make {world_size} ranks: start {data * inner} ranks, or use axes whose "
+            f"product is {world_size}"
+        )
+    gradient = data * parallel.sequence
+    shard = parallel.shard if parallel.shard > 0 else gradient
+    if gradient % shard:
+        raise ValueError(
+            f"parallel.shard={shard} does not divide data × sequence = {gradient}: use "
+            f"{nearest_divisors(gradient, shard)}"
+        )
+    micro = train.micro_batch_size * data * length
+    tokens = micro if train.global_batch_tokens is None else int(train.global_batch_tokens)
+    if tokens % micro:
+        lower = max(1, tokens // micro) * micro
+        raise ValueError(
+            f"train.global_batch_tokens={tokens} is not a multiple of train.micro_batch_size × data × "
+            f"data.sequence_length = {micro}: use {lower} or {(tokens // micro + 1) * micro}"
+        )
+    return Degrees(data, parallel.sequence, parallel.tensor, shard, tokens // micro)
