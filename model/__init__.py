@@ -1,0 +1,1 @@
+"""What is computed: the transformer and its attention kernels. Knows no rank, group or layout."""

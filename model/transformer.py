@@ -1,0 +1,100 @@
+"""A Llama-family decoder. It knows no rank, no group and no layout.
+
+Tokens, positions and the attention plan are data: a permuted part of a sequence is just other data. Parameter names are
+those of Hugging Face's Llama and Qwen models without the leading `model.`.
+"""
+
+import math
+import zlib
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from conf.schema import ModelConfig
+from model.attention import Attend, Attention
+from model.ffn import FeedForward
+from model.loss import Vocabulary, sum_of_losses
+from model.rope import rope_angles
+
+
+class Block(nn.Module):
+    """One layer: attention, then feed-forward, each on a normalised copy that is added back."""
+
+    def __init__(self, config: ModelConfig, kind: str, attend: Attend):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.self_attn = Attention(config, kind, attend)
+        self.post_attention_layernorm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.mlp = FeedForward(config.model_dim, config.ffn_dim, int(config.ffn_block_tokens))
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: dict[str, Tensor]) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), angles, plan)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Head(nn.Module):
+    """The output projection together with the loss, so that logits exist for one block of tokens at a time."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.model_dim))
+        self.block_tokens = int(config.loss_block_tokens)
+        self.vocabulary = Vocabulary()  # all rows are here; the tensor axis puts its own in place
+
+    def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        """hidden [B, L, C], labels [B, L] -> the sum of the tokens' losses, a scalar."""
+        return sum_of_losses(hidden, self.weight, labels, self.block_tokens, self.vocabulary)
+
+
+class Transformer(nn.Module):
+    def __init__(self, config: ModelConfig, attend: Attend):
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.model_dim)
+        self.layers = nn.ModuleList(Block(config, kind, attend) for kind in config.attention_kinds())
+        self.norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.lm_head = Head(config)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, plan: dict[str, Tensor], labels: Tensor | None = None
+    ) -> Tensor:
+        """The final hidden state [B, L, C], or with `labels` [B, L] the sum of the tokens' losses.
+
+        tokens and positions [B, L] int64; plan: a table of tiles for each kind of attention.
+        """
+        x = self.embed_tokens(tokens)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta, wide)
+        for layer in self.layers:
+            x = layer(x, angles, plan)
+        hidden = self.norm(x)
+        return hidden if labels is None else self.lm_head(hidden, labels)
+
+
+def initial_rows(config: ModelConfig, seed: int, name: str, shape: torch.Size, start: int, stop: int) -> np.ndarray:
+    """Rows [start, stop) of the parameter `name` before training, float32.
+
+    Norms are 1, biases 0, the rest normal with deviation init_std, divided by √(2 · layers) where a layer writes into
+    the residual stream (GPT-2's rule). Values depend on seed and name alone: rows are drawn in blocks, each from its
+    own counter of a Philox generator, so every rank makes exactly its own part and all layouts start equal.
+    """
+    rest = tuple(shape[1:])
+    if name.endswith("bias"):
+        return np.zeros((stop - start, *rest), np.float32)
+    if "norm" in name:
+        return np.ones((stop - start, *rest), np.float32)
+    residual = name.endswith(("o_proj.weight", "down_proj.weight"))
+    deviation = config.init_std / (math.sqrt(2 * config.num_layers) if residual else 1.0)
+    block_rows = max(1, 65_536 // math.prod(rest))
+    blocks = []
+    for block in range(start // block_rows, -(-stop // block_rows)):
+        bits = np.random.Philox(key=[seed, zlib.crc32(name.encode())], counter=[0, 0, 0, block])
+        first = block * block_rows
+        rows = np.random.Generator(bits).standard_normal((block_rows, *rest), dtype=np.float32)
+        blocks.append(rows[max(0, start - first) : max(0, stop - first)])
+    if not blocks:
+        return np.zeros((0, *rest), np.float32)
+    return np.concatenate(blocks) * np.float32(deviation)
