@@ -1,0 +1,1 @@
+"""Where it is computed: layouts, schedules, the ring, and everything that sends bytes between ranks."""

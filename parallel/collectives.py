@@ -1,0 +1,213 @@
+"""The only file that sends bytes: the exchanges of the ring, and the collectives of the tensor axis."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# ------------------------------------------------------------------------------
+# Key/value exchanges of the ring
+# ------------------------------------------------------------------------------
+
+
+@dataclass
+class ExchangeClock:
+    """Time spent waiting for exchanges: host seconds on CPU, time that the stream stood still on CUDA.
+
+    NCCL's `wait()` only orders streams and returns at once: a pair of events brackets it there, read later.
+    """
+
+    seconds: float = 0.0
+    started: float = 0.0
+    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+
+    def start(self, on_cuda: bool) -> None:
+        if on_cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            self.events.append((begin, end))
+            begin.record()
+        else:
+            self.started = time.perf_counter()
+
+    def stop(self, on_cuda: bool) -> None:
+        if on_cuda:
+            self.events[-1][1].record()
+        else:
+            self.seconds += time.perf_counter() - self.started
+
+    def read_and_reset(self) -> float:
+        """Seconds waited since the last reading. On CUDA waits for the last exchange: read once a step."""
+        seconds, events = self.seconds, self.events
+        self.seconds, self.events = 0.0, []
+        if events:
+            events[-1][1].synchronize()
+            seconds += sum(begin.elapsed_time(end) for begin, end in events) / 1e3
+        return seconds
+
+
+exchange_clock = ExchangeClock()
+
+
+class Pending(Protocol):
+    """An exchange under way. Until `wait` returns, leave what is sent unchanged, what is received unread."""
+
+    def wait(self) -> None: ...
+
+
+class Exchange(Protocol):
+    """How the ring reaches its neighbours: a value, so that tests can run all ranks in one process."""
+
+    rank: int
+    size: int
+
+    def start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], distance: int = 1) -> Pending:
+        """Begin to send to rank + distance and receive, in this order, from rank - distance (mod size)."""
+        ...
+
+
+class PendingWorks:
+    """The works of one batch: one per operation on gloo, one in all on NCCL; never index them."""
+
+    def __init__(self, works: list[dist.Work], on_cuda: bool):
+        self.works = works
+        self.on_cuda = on_cuda
+
+    def wait(self) -> None:
+        """Return when this rank's part is done; on CUDA, when what comes next is ordered after it."""
+        exchange_clock.start(self.on_cuda)
+        for work in self.works:
+            work.wait()
+        exchange_clock.stop(self.on_cuda)
+
+
+class RelayExchange:
+    """Exchanges between ranks of a process group that stand `distance` apart on a ring.
+
+    All operations of a slot go in one batch, so no order of ranks can deadlock, odd ring sizes included.
+    """
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+
+    def start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], distance: int = 1) -> PendingWorks:
+        """Post one batch. Collective over the group: the same shapes, dtypes and distance on each rank.
+
+        Tensors are contiguous. Raises RuntimeError, here or in `wait`, when a peer is gone.
+        """
+        to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
+        batch = [
+            dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag)
+            for operation, peer, tensors in ((dist.isend, to, sends), (dist.irecv, source, receives))
+            for tag, tensor in enumerate(tensors)
+        ]
+        return PendingWorks(dist.batch_isend_irecv(batch), (*sends, *receives)[0].is_cuda)
+
+
+# ------------------------------------------------------------------------------
+# The tensor axis: what crosses between the regions of parallel/tensor.py
+# ------------------------------------------------------------------------------
+
+
+def copy_in(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x as it is; its gradient, of which each rank has a part, is summed. Collective over `group` in backward."""
+    return _CopyIn.apply(x, group)
+
+
+def sum_out(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The sum of the ranks' x; its gradient is the same on each. Collective over `group`."""
+    return _SumOut.apply(x, group)
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, L/ranks, C] -> [B, L, C] in rank order; gradients are summed and scattered back. Collective over `group`."""
+    return _GatherTokens.apply(x, group)
+
+
+def scatter_sums(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[B, L, C] -> this rank's [B, L/ranks, C] of the sum over ranks. Collective over `group`."""
+    return _ScatterSums.apply(x, group)
+
+
+def all_maximum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise maximum over ranks, outside autograd. Collective over `group`."""
+    return _all_reduce(x, group, dist.ReduceOp.MAX)
+
+
+def all_total(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The elementwise sum over ranks, outside autograd. Collective over `group`."""
+    return _all_reduce(x, group, dist.ReduceOp.SUM)
+
+
+def _all_reduce(x: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
+    out = x.detach().clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(out, op=op, group=group)
+    return out
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    parts = x.new_empty((ranks, *x.shape))
+    _all_gather(parts.view(-1), x.contiguous().view(-1), group=group)
+    return parts.transpose(0, 1).flatten(1, 2)
+
+
+def _scatter(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    ranks = dist.get_world_size(group)
+    parts = x.unflatten(1, (ranks, -1)).transpose(0, 1).contiguous()
+    out = torch.empty_like(parts[0])
+    _reduce_scatter(out.view(-1), parts.view(-1), group=group)
+    return out
+
+
+# torch 2.13 renamed these two; 2.11 has the old names only.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class _CopyIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        return _all_reduce(dout, ctx.group), None
+
+
+class _SumOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        return _all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        return dout, None
+
+
+class _GatherTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        return _scatter(dout, ctx.group), None
+
+
+class _ScatterSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        return _gather(dout, ctx.group), None

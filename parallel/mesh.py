@@ -1,0 +1,74 @@
+"""The only file that makes process groups (training/runtime.py starts the default one).
+
+Ranks are numbered data-major, tensor fastest: rank = (data · sequence_size + sequence) · tensor_size + tensor, so that
+tensor peers are neighbours, then ring peers. Weights are sharded over `gradient` = data × sequence, in whole or
+(`parallel.shard`) in groups of neighbours with replicas between the groups.
+"""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from conf.schema import Degrees
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One direction of the mesh, seen from this rank."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Axes of this rank; `parameters` is the DeviceMesh (replicate, shard, tensor) on which parameters are laid out."""
+
+    data: Axis
+    sequence: Axis
+    tensor: Axis
+    gradient: Axis
+    world: Axis
+    parameters: DeviceMesh
+
+
+def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: float = 600) -> Mesh:
+    """Groups of all axes. Collective over all ranks, of which there are `degrees.world`.
+
+    A collective of any group that waits longer than `timeout_seconds` fails: a new group does not inherit that.
+    """
+    timeout = timedelta(seconds=timeout_seconds)
+    replicas = degrees.data * degrees.sequence // degrees.shard
+    shape = (replicas, degrees.shard, degrees.tensor)
+    parameters = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    for group in parameters.get_all_groups():
+        _set_pg_timeout(timeout, group)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    assert world_size == degrees.world, (world_size, degrees)
+
+    def axis(peers: list[list[int]]) -> Axis:
+        group, _ = dist.new_subgroups_by_enumeration(peers, timeout=timeout)
+        mine = next(ranks for ranks in peers if rank in ranks)
+        return Axis(group, mine.index(rank), len(mine))
+
+    grid = [
+        [
+            [(d * degrees.sequence + s) * degrees.tensor + t for t in range(degrees.tensor)]
+            for s in range(degrees.sequence)
+        ]
+        for d in range(degrees.data)
+    ]
+    columns = range(degrees.tensor)
+    return Mesh(
+        data=axis([[plane[s][t] for plane in grid] for s in range(degrees.sequence) for t in columns]),
+        # The ring has a group of its own: what it posts never queues behind another axis's collective.
+        sequence=axis([[row[t] for row in plane] for plane in grid for t in columns]),
+        tensor=Axis(parameters.get_group("tensor"), parameters.get_local_rank("tensor"), degrees.tensor),
+        gradient=axis([[row[t] for plane in grid for row in plane] for t in columns]),
+        world=Axis(dist.group.WORLD, rank, world_size),
+        parameters=parameters,
+    )
