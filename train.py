@@ -1,0 +1,153 @@
+"""Pretrains a transformer on very long sequences: the whole run, top to bottom.
+
+    python train.py parallel.sequence=4 data.sequence_length=32K train.steps=200
+
+Under torchrun or srun each process is one rank; started alone, this script starts the local processes it needs.
+"""
+
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from omegaconf import DictConfig
+from torch.optim import Optimizer
+
+from conf.schema import TrainConfig, load, resolve
+from data.format import check_vocabulary, open_shard
+from data.loader import Loader, Take
+from data.stream import TokenStream
+from model.kernels import capability
+from model.mask import Mask
+from model.transformer import Transformer
+from parallel import layout, schedule
+from parallel.apply import attend_over, build_model
+from parallel.mesh import Mesh, build_mesh
+from training import estimate, runtime
+from training.checkpoint import Checkpoints
+from training.loop import Progress, train
+from training.metrics import MetricsLog, peak_flops
+from training.optimizer import build_optimizer
+from training.validation import Validation
+
+
+def run(config: TrainConfig) -> None:
+    """One rank's part of the run. Collective over all ranks."""
+    with runtime.session(config) as rank:
+        degrees = resolve(config, rank.size)
+        mesh = build_mesh(degrees, rank.device.type, config.run.timeout_seconds)
+        windows = config.model.attention_window > 0
+        kernel = capability.choose(config.parallel.kernel, rank.device.type, config.train.dtype, windows)
+        corpus = Path(config.data.root, config.data.name)
+        documents, held_out = open_shard(corpus / "train"), open_shard(corpus / "validation")
+        check_vocabulary(documents, config.model.vocab_size)
+        stream = TokenStream(documents, int(config.data.sequence_length), seed=config.train.seed)
+        take = taker(config, mesh)
+
+        checkpoints = Checkpoints(Path(config.run.dir, config.run.name, "checkpoints"), config, mesh)
+        model = build_model(config, mesh, attend_over(mesh.sequence, kernel), rank.device)
+        optimizer = build_optimizer(model, config.optimizer)
+        progress = resume(config, checkpoints, model, optimizer, stream)
+        if progress.step >= config.train.steps:
+            rank.say(complete(config, progress))
+            return
+        loader = Loader(
+            stream,
+            take,
+            micro_batch_size=config.train.micro_batch_size,
+            accumulation=degrees.accumulation,
+            data_rank=mesh.data.rank,
+            data_size=mesh.data.size,
+            first_sequence=progress.sequences,
+            num_steps=config.train.steps - progress.step,
+        )
+        validation = Validation(held_out, take, config, mesh)
+        with loader, MetricsLog(config, rank.rank, progress.step) as metrics:
+            metrics.say(banner(config, mesh, kernel, progress))
+            train(
+                config,
+                mesh,
+                model,
+                optimizer,
+                stream,
+                loader,
+                lambda: validation(model, rank.device),
+                checkpoints,
+                metrics,
+                progress,
+                config.logging.peak_flops or peak_flops(rank.device, config.train.dtype),
+                rank.device,
+            )
+
+
+def taker(config: TrainConfig, mesh: Mesh) -> Take:
+    """`take(documents)`: the tokens of each sequence that this rank holds, and its plan for each kind of attention."""
+    name, length, axis = config.parallel.layout, int(config.data.sequence_length), mesh.sequence
+    padded = layout.padded_length(name, length, axis.size, multiple=mesh.tensor.size)
+    chunks = layout.chunks(name, padded, axis.size, axis.rank)
+    masks = {"full": Mask()}
+    if config.model.attention_window:
+        masks["window"] = Mask(window=config.model.attention_window)
+
+    @lru_cache(maxsize=16)  # sequences inside one long document all have the same plan
+    def plan(documents: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
+        return {
+            kind: torch.from_numpy(schedule.plan(name, mask, documents, length, padded, axis.size, axis.rank))
+            for kind, mask in masks.items()
+        }
+
+    return lambda documents: ([chunks] * len(documents), plan(tuple(documents)))
+
+
+def banner(config: TrainConfig, mesh: Mesh, kernel: str, progress: Progress) -> str:
+    """What this run is, in a few lines, before its first step."""
+    parallel, data = config.parallel, config.data
+    per_step = config.train.global_batch_tokens or config.train.micro_batch_size * mesh.data.size * data.sequence_length
+    start = f"resumed after step {progress.step}" if progress.step else "from the first weights"
+    return "\n".join(
+        [
+            f"run      {config.run.dir}/{config.run.name}, {start}, to step {config.train.steps}",
+            f"model    {config.model.name}: {estimate.num_parameters(config.model):,} parameters, {config.train.dtype}",
+            f"ranks    {mesh.world.size} = data {mesh.data.size} × sequence {mesh.sequence.size} × tensor "
+            f"{mesh.tensor.size} on {mesh.parameters.device_type}; states over {mesh.parameters['shard'].size()}",
+            f"ring     {parallel.layout} layout, relay route, {kernel} kernel; recompute {config.train.recompute}",
+            f"tokens   sequences of {data.sequence_length:,} from {data.root}/{data.name}; {per_step:,} a step",
+        ]
+    )
+
+
+def complete(config: TrainConfig, progress: Progress) -> str:
+    """What to say of a run that has nothing left to do."""
+    return (
+        f"{config.run.dir}/{config.run.name} is complete: step {progress.step} of train.steps={config.train.steps}. "
+        f"Go on with train.steps={2 * progress.step}, or start another run with run.name=NAME."
+    )
+
+
+def resume(
+    config: TrainConfig, checkpoints: Checkpoints, model: Transformer, optimizer: Optimizer, stream: TokenStream
+) -> Progress:
+    """Loads what `run.resume` asks for into model and optimizer, and says where the run stands.
+
+    Raises:
+        ValueError: where going on would lose something: another model's checkpoint, or a newer one of this run.
+    """
+    newest = checkpoints.newest()
+    path = {"auto": newest, "never": None}.get(config.run.resume, Path(config.run.resume))
+    if newest is not None and (path is None or path.resolve() != newest.resolve()):
+        raise ValueError(
+            f"run.resume={config.run.resume} would write over {newest}: use run.resume=auto, or another run.name"
+        )
+    if path is None:
+        checkpoints.seed(step=0)
+        return Progress()
+    state = checkpoints.load(path, model, optimizer)
+    return Progress(state["step"], state["tokens"], stream.start(state["cursor"]))
+
+
+def main(cfg: DictConfig) -> None:
+    """Called with the config that Hydra composed of conf/train.yaml and the command line."""
+    runtime.launch(run, load(cfg))
+
+
+if __name__ == "__main__":
+    runtime.enter(main)

@@ -1,0 +1,411 @@
+"""Checkpoints: weights, AdamW's state, every rank's random state; whole or not at all, for any layout.
+
+    checkpoints/step_00000040/
+      __0_0.distcp …   tensors, one file per rank, in the format of torch.distributed.checkpoint (DCP)
+      .metadata        where each tensor's pieces lie
+      manifest.json    written last: state of the run, config, layout, every file's size and SHA-256
+
+A checkpoint is written into `step_N.tmp`, fsynced and renamed; only then are older ones removed. It holds
+tensors and JSON, never pickled objects; DCP's `.metadata` is a pickle, and is read by an unpickler that knows
+DCP's classes only. What DCP would let pass in silence is refused here: flipped bytes, other dtypes, names
+that one side lacks.
+"""
+
+import hashlib
+import json
+import os
+import pickle
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from conf.schema import TrainConfig
+from parallel.mesh import Mesh
+
+FORMAT = "longhaul checkpoint 1"
+FREE_MODEL_KEYS = (
+    "name",
+    "init_std",
+    "ffn_block_tokens",
+    "loss_block_tokens",
+)  # may differ from the checkpoint's
+T = TypeVar("T")
+
+
+class CheckpointError(OSError):
+    """A checkpoint cannot be written, or what lies on the disk is not a whole one."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of one run, in `folder`. Methods are collective over `world` and raise on all ranks."""
+
+    folder: Path
+    config: TrainConfig
+    mesh: Mesh
+    _checked: set[Path] = field(default_factory=set, init=False)  # found whole once: not read again
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> Path:
+        """Writes the checkpoint of `step`, then removes all but the newest `checkpoint.keep` whole ones.
+
+        `state` is what else the run needs to go on, as JSON: tokens seen, the data cursor. A folder of that
+        step that is already there is moved aside, never overwritten.
+
+        Raises:
+            CheckpointError: where writing fails on any rank; earlier checkpoints are untouched.
+        """
+        path = self.folder / f"step_{step:08d}"
+        partial = path.with_name(path.name + ".tmp")
+        self._on_first_rank(lambda: _make_empty(partial))
+        tensors = {**_tensors(model, optimizer), **self._random_states()}
+        with _as_one_error(f"cannot write {path}"):
+            dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self.mesh.world.group)
+        described = self._on_all_ranks(lambda: _describe(partial, self.mesh.world.rank))
+        manifest = {
+            "format": FORMAT,
+            "step": step,
+            "state": {"step": step, **state},
+            "layout": self._layout(),
+            "versions": {"torch": torch.__version__, "python": platform.python_version()},
+            "config": asdict(self.config),
+            "files": {name: entry for part in described for name, entry in part.items()},
+        }
+        self._on_first_rank(lambda: _commit(partial, path, manifest, self.config.checkpoint.keep))
+        return path
+
+    def newest(self) -> Path | None:
+        """The newest whole checkpoint, every byte of it checked; None where none was ever finished.
+
+        Rank 0 says which newer ones were skipped and why. Ranks share the reading. Nothing is deleted.
+
+        Raises:
+            CheckpointError: where there are checkpoints but none is whole: no run starts over in silence.
+        """
+        skipped = []
+        for path in reversed(self._on_first_rank(lambda: _finished(self.folder))):
+            if (problem := self._problem(path)) is None:
+                return path
+            skipped.append(f"{path.name}: {problem}")
+            if self.mesh.world.rank == 0:
+                print(f"warning: skipped checkpoint {path}: {problem}", file=sys.stderr, flush=True)
+        if skipped:
+            raise CheckpointError(
+                f"no checkpoint in {self.folder} is whole ({'; '.join(skipped)}): restore one of them, or "
+                "start anew with another run.name"
+            )
+        return None
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Loads the checkpoint at `path`, of any layout, into `model` and `optimizer`; returns its state.
+
+        At the same number of ranks each rank's random state is restored; at another, each rank is seeded anew
+        from (train.seed, step, rank).
+
+        Raises:
+            ValueError: where there is none, or it is another model's, naming keys or tensors and both values.
+            CheckpointError: where it is damaged or cannot be read.
+        """
+        manifest = self._on_first_rank(lambda: _manifest_of(path))
+        _check_model(manifest["config"]["model"], asdict(self.config.model), path)
+        if (problem := self._problem(path)) is not None:
+            raise CheckpointError(f"checkpoint {path} is damaged: {problem}")
+        reader, tensors = _Reader(path), _tensors(model, optimizer)
+        saved = self._on_first_rank(lambda: reader.saved_tensors(manifest["files"]))
+        _check_tensors({k: v for k, v in saved.items() if not k.startswith("random.")}, tensors, path)
+        random = {key: value for key, value in self._random_states().items() if key in saved}
+        if manifest["layout"]["ranks"] != self.mesh.world.size:
+            random = {}
+        with _as_one_error(f"cannot read {path}"):
+            dcp.load({**tensors, **random}, storage_reader=reader, process_group=self.mesh.world.group)
+        self.seed(manifest["step"])
+        for key, value in random.items():
+            (torch.cuda if key.startswith("random.cuda.") else torch).set_rng_state(value)
+        return manifest["state"]
+
+    def seed(self, step: int) -> None:
+        """Seeds this rank's random numbers from (train.seed, step, rank): where a run starts, or changes its ranks."""
+        digest = hashlib.sha256(f"{self.config.train.seed} {step} {self.mesh.world.rank}".encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:7], "little"))
+
+    def _layout(self) -> dict[str, int]:
+        mesh = self.mesh
+        axes = {"data": mesh.data.size, "sequence": mesh.sequence.size, "tensor": mesh.tensor.size}
+        return {"ranks": mesh.world.size, **axes, "shard": mesh.parameters["shard"].size()}
+
+    def _random_states(self) -> dict[str, Tensor]:
+        """This rank's random states by the key they are saved under: every rank has its own."""
+        rank = self.mesh.world.rank
+        states = {f"random.cpu.{rank}": torch.get_rng_state()}
+        if self.mesh.parameters.device_type == "cuda":
+            states[f"random.cuda.{rank}"] = torch.cuda.get_rng_state()
+        return states
+
+    def _problem(self, path: Path) -> str | None:
+        """Why the checkpoint at `path` is not whole, or None. Every file is read by one of the ranks."""
+        if path in self._checked:
+            return None
+        problem = self._on_first_rank(lambda: _quick_problem(path))
+        if problem is not None:
+            return problem
+        world = self.mesh.world
+        found = self._on_all_ranks(lambda: _damaged_file(path, world.rank, world.size))
+        problem = next((problem for problem in found if problem is not None), None)
+        if problem is None:
+            self._checked.add(path)
+        return problem
+
+    def _on_all_ranks(self, function: Callable[[], T]) -> list[T]:
+        """Every rank's result of `function`; where one raises, all raise the first rank's error."""
+        try:
+            mine: tuple[T | None, Exception | None] = (function(), None)
+        except Exception as error:
+            mine = (None, error)
+        gathered: list[Any] = [None] * self.mesh.world.size
+        dist.all_gather_object(gathered, mine, group=self.mesh.world.group)
+        for _, error in gathered:
+            if error is not None:
+                raise error
+        return [result for result, _ in gathered]
+
+    def _on_first_rank(self, function: Callable[[], T]) -> T:
+        """What `function` returns or raises on rank 0, on all ranks."""
+        return self._on_all_ranks(lambda: function() if self.mesh.world.rank == 0 else None)[0]
+
+
+def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Every tensor of a run by its name in a checkpoint: parameters, all the state a model has, and AdamW's.
+
+    State that the optimizer has not made yet is made here, with the values it would start from.
+    """
+    tensors = {}
+    trained = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        assert id(parameter) in trained, f"{name} is frozen, or its shards are gathered just now"
+        value = parameter.detach()
+        tensors[f"model.{name}"] = value
+        state = optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=value.device)
+            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(value), torch.zeros_like(value)
+        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in state.items()}
+    return tensors
+
+
+# Files
+
+
+def _finished(folder: Path) -> list[Path]:
+    """The folders with a finished checkpoint's name, by step; whether they are whole is another question."""
+    if not folder.is_dir():
+        return []
+    paths = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir()]
+    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+    except FileNotFoundError:
+        raise CheckpointError("it has no manifest.json, its writing was never finished") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"manifest.json cannot be read: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise CheckpointError(f"manifest.json is not of the format {FORMAT!r}")
+    if missing := {"step", "state", "layout", "config", "files"} - manifest.keys():
+        raise CheckpointError(f"manifest.json lacks {', '.join(sorted(missing))}")
+    return manifest
+
+
+def _manifest_of(path: Path) -> dict[str, Any]:
+    """The manifest of the checkpoint that the user named, or what else to name."""
+    if not (path / "manifest.json").exists():
+        inside = _finished(path / "checkpoints") or _finished(path)
+        hint = f"did you mean {inside[-1]}?" if inside else "use auto, never, or the path of a checkpoint"
+        raise ValueError(f"run.resume={path} is no checkpoint, it has no manifest.json: {hint}")
+    if (problem := _quick_problem(path)) is not None:
+        raise CheckpointError(f"checkpoint {path} is damaged: {problem}")
+    return _read_manifest(path)
+
+
+def _make_empty(partial: Path) -> None:
+    """Makes the folder to write into; what an interrupted save of the same step left there goes."""
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+
+
+def _describe(partial: Path, rank: int) -> dict[str, dict[str, Any]]:
+    """Size and SHA-256 of the files that DCP wrote for `rank`."""
+    names = [path.name for path in partial.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
+    return {name: {"bytes": (partial / name).stat().st_size, "sha256": _sha256(partial / name)} for name in names}
+
+
+def _commit(partial: Path, path: Path, manifest: dict[str, Any], keep: int) -> None:
+    """Makes a written checkpoint count: manifest, fsync, rename; then prunes."""
+    with open(partial / "manifest.json", "w") as file:
+        json.dump(manifest, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    _fsync_folder(partial)
+    if path.exists():
+        path.rename(_free_name(path))
+    partial.rename(path)
+    _fsync_folder(path.parent)
+    _prune(path, keep)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.replaced-{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _prune(newest: Path, keep: int) -> None:
+    """Keeps `newest`, just written, and the `keep` - 1 newest other whole ones; damaged ones stay."""
+    if keep == 0:
+        return
+    whole = [path for path in _finished(newest.parent) if path != newest and _quick_problem(path) is None]
+    for path in whole[: max(0, len(whole) - (keep - 1))]:
+        # Renamed first: a folder that is half deleted must not carry a checkpoint's name.
+        removed = path.rename(path.with_name(path.name + ".removed"))
+        shutil.rmtree(removed)
+
+
+def _quick_problem(path: Path) -> str | None:
+    """Why the checkpoint is not whole, as far as its manifest and the sizes of its files tell."""
+    try:
+        manifest = _read_manifest(path)
+        for name, entry in manifest["files"].items():
+            if not (path / name).is_file():
+                return f"{name} is missing"
+            if (found := (path / name).stat().st_size) != entry["bytes"]:
+                return f"{name} has {found} bytes instead of {entry['bytes']}"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _damaged_file(path: Path, rank: int, num_ranks: int) -> str | None:
+    """Reads this rank's share of the files; the first that is not what was written, in words."""
+    try:
+        for name, entry in sorted(_read_manifest(path)["files"].items())[rank::num_ranks]:
+            if _sha256(path / name) != entry["sha256"]:
+                return f"{name} is not what was written (SHA-256 differs)"
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+# Reading what others wrote
+
+
+def _check_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
+    for key, value in wanted.items():
+        if key not in FREE_MODEL_KEYS and key in saved and saved[key] != value:
+            raise ValueError(
+                f"model.{key}={value}, but {path} is of a model with {key}={saved[key]}: use "
+                f"model.{key}={saved[key]}, or another run.name"
+            )
+
+
+def _check_tensors(saved: dict[str, str], tensors: dict[str, Tensor], path: Path) -> None:
+    """Refuses a checkpoint whose tensors are not exactly those wanted; `saved` describes each by name."""
+    wanted = {name: _description(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    differences = [
+        f"{name}: {saved.get(name, 'missing')} in the checkpoint, {wanted.get(name, 'unknown')} in the run"
+        for name in sorted(saved.keys() | wanted.keys())
+        if saved.get(name) != wanted.get(name)
+    ]
+    if differences:
+        more = f"; and {len(differences) - 10} more" if len(differences) > 10 else ""
+        raise ValueError(f"{path} does not fit this run: {'; '.join(differences[:10])}{more}")
+
+
+def _description(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, but reading `.metadata` runs no code, and no other file stands in where that fails."""
+
+    def read_metadata(self) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            return _MetadataUnpickler(file).load()
+
+    def saved_tensors(self, files: dict[str, Any]) -> dict[str, str]:
+        """Description of every tensor by name; refuses what is no tensor, or in no file of the manifest."""
+        try:
+            metadata = self.read_metadata()
+            entries = metadata.state_dict_metadata.items()
+            outside = {info.relative_path for info in metadata.storage_data.values()} - files.keys()
+            objects = [name for name, entry in entries if not isinstance(entry, TensorStorageMetadata)]
+        except Exception as error:
+            raise CheckpointError(f"{self.path}/.metadata cannot be read: {error}") from None
+        if outside or objects:
+            raise CheckpointError(f"{self.path}/.metadata names what no checkpoint of ours holds: {outside or objects}")
+        return {name: _description(entry.size, entry.properties.dtype) for name, entry in entries}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Makes the plain records of DCP's metadata, none of which can run code, and nothing else."""
+
+    RECORDS = {
+        "torch.distributed.checkpoint.metadata": {
+            "ChunkStorageMetadata",
+            "Metadata",
+            "MetadataIndex",
+            "StorageMeta",
+            "TensorProperties",
+            "TensorStorageMetadata",
+            "BytesStorageMetadata",
+            "_MEM_FORMAT_ENCODING",
+        },
+        "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+        "torch.serialization": {"_get_layout"},
+        "torch": {"Size"},
+        "pathlib": {"PosixPath"},
+        "pathlib._local": {"PosixPath"},  # its name since Python 3.13
+    }
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and name not in self.RECORDS.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which is no part of a checkpoint")
+        return super().find_class(module, name)
+
+
+@contextmanager
+def _as_one_error(what: str) -> Iterator[None]:
+    """DCP raises a BaseException that lists tracebacks of all failed ranks; ours is one line on each."""
+    try:
+        yield
+    except CheckpointException as failure:
+        rank, (cause, _) = min(failure.failures.items())
+        raise CheckpointError(f"{what}: rank {rank}: {type(cause).__name__}: {cause}") from failure
