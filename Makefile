@@ -4,7 +4,7 @@ PYTHON ?= python3
 ARGS ?=
 
 # The run that `make train` starts when nothing else is said; ARGS comes later and wins.
-LAPTOP = parallel.sequence=2 run.name=first
+LAPTOP = experiment=laptop
 
 BIN = .venv/bin
 # What to install, from pyproject.toml: nothing is built from this checkout.
@@ -43,6 +43,8 @@ $(BIN)/python:
 	$(BIN)/python -c '$(DEV)' | $(INSTALL)
 	touch $@
 
+# On the CPU also where there is a GPU: the first run shows the ring, with two processes on any machine.
+train: export CUDA_VISIBLE_DEVICES =
 train: setup
 	$(BIN)/python -m data.prepare $(ARGS)
 	$(BIN)/python train.py $(LAPTOP) $(ARGS)

@@ -5,24 +5,28 @@
 Under torchrun or srun each process is one rank; started alone, this script starts the local processes it needs.
 """
 
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from omegaconf import DictConfig
 from torch.optim import Optimizer
 
-from conf.schema import TrainConfig, load, resolve
-from data.format import check_vocabulary, open_shard
+from conf.schema import Degrees, TrainConfig, load, resolve
+from data.format import Shard, check_vocabulary, open_shard
 from data.loader import Loader, Take
 from data.stream import TokenStream
-from model.kernels import capability
+from model.kernels import capability, self_test
 from model.mask import Mask
 from model.transformer import Transformer
 from parallel import layout, schedule
 from parallel.apply import attend_over, build_model
 from parallel.mesh import Mesh, build_mesh
+from parallel.ring import KERNELS
 from training import estimate, runtime
+from training.agreement import require_equal, together
 from training.checkpoint import Checkpoints
 from training.loop import Progress, train
 from training.metrics import MetricsLog, peak_flops
@@ -35,12 +39,10 @@ def run(config: TrainConfig) -> None:
     with runtime.session(config) as rank:
         degrees = resolve(config, rank.size)
         mesh = build_mesh(degrees, rank.device.type, config.run.timeout_seconds)
-        windows = config.model.attention_window > 0
-        kernel = capability.choose(config.parallel.kernel, rank.device.type, config.train.dtype, windows)
-        corpus = Path(config.data.root, config.data.name)
-        documents, held_out = open_shard(corpus / "train"), open_shard(corpus / "validation")
-        check_vocabulary(documents, config.model.vocab_size)
+        kernel = together(lambda: choose_kernel(config, rank.device))
+        documents, held_out = together(lambda: open_corpus(config))
         stream = TokenStream(documents, int(config.data.sequence_length), seed=config.train.seed)
+        require_equal({"the config": repr(config), "the training data": stream.fingerprint})
         take = taker(config, mesh)
 
         checkpoints = Checkpoints(Path(config.run.dir, config.run.name, "checkpoints"), config, mesh)
@@ -61,22 +63,42 @@ def run(config: TrainConfig) -> None:
             num_steps=config.train.steps - progress.step,
         )
         validation = Validation(held_out, take, config, mesh)
-        with loader, MetricsLog(config, rank.rank, progress.step) as metrics:
-            metrics.say(banner(config, mesh, kernel, progress))
+        with loader, MetricsLog(config, rank.rank, progress.step) as metrics, runtime.started():
+            metrics.say(banner(config, degrees, kernel, rank.device, progress))
             train(
                 config,
-                mesh,
-                model,
-                optimizer,
-                stream,
-                loader,
-                lambda: validation(model, rank.device),
-                checkpoints,
-                metrics,
                 progress,
-                config.logging.peak_flops or peak_flops(rank.device, config.train.dtype),
-                rank.device,
+                mesh=mesh,
+                model=model,
+                optimizer=optimizer,
+                stream=stream,
+                loader=loader,
+                validate=lambda: validation(model, rank.device),
+                checkpoints=checkpoints,
+                metrics=metrics,
+                peak_flops=config.logging.peak_flops or peak_flops(rank.device, config.train.dtype),
+                device=rank.device,
             )
+
+
+def choose_kernel(config: TrainConfig, device: torch.device) -> str:
+    """The kernel of `parallel.kernel`, once it can do this model and agrees with the reference on this device."""
+    model, dtype = config.model, config.train.dtype
+    name = capability.choose(
+        config.parallel.kernel, device.type, dtype, window=model.attention_window > 0, head_dim=model.head_dim
+    )
+    heads_per_group = model.num_heads // model.num_kv_heads
+    self_test.check(KERNELS[name], getattr(torch, dtype), device, heads_per_group, model.head_dim)
+    return name
+
+
+def open_corpus(config: TrainConfig) -> tuple[Shard, Shard]:
+    """The prepared documents to train on, and those held out; both in the model's vocabulary."""
+    corpus = Path(config.data.root, config.data.name)
+    documents, held_out = open_shard(corpus / "train"), open_shard(corpus / "validation")
+    check_vocabulary(documents, config.model.vocab_size)
+    check_vocabulary(held_out, config.model.vocab_size)
+    return documents, held_out
 
 
 def taker(config: TrainConfig, mesh: Mesh) -> Take:
@@ -89,28 +111,54 @@ def taker(config: TrainConfig, mesh: Mesh) -> Take:
         masks["window"] = Mask(window=config.model.attention_window)
 
     @lru_cache(maxsize=16)  # sequences inside one long document all have the same plan
-    def plan(documents: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
-        return {
+    def plan(documents: tuple[tuple[int, ...], ...]) -> Mapping[str, torch.Tensor]:
+        tables = {
             kind: torch.from_numpy(schedule.plan(name, mask, documents, length, padded, axis.size, axis.rank))
             for kind, mask in masks.items()
         }
+        # Not a dict: FSDP moves tensors in a dict to the GPU, and a plan is read on the host.
+        return MappingProxyType(tables)
 
     return lambda documents: ([chunks] * len(documents), plan(tuple(documents)))
 
 
-def banner(config: TrainConfig, mesh: Mesh, kernel: str, progress: Progress) -> str:
+def resume(
+    config: TrainConfig, checkpoints: Checkpoints, model: Transformer, optimizer: Optimizer, stream: TokenStream
+) -> Progress:
+    """Loads what `run.resume` asks for into model and optimizer, and says where the run stands.
+
+    A run that was started from another run's checkpoint goes on from its own, once it has any.
+
+    Raises:
+        ValueError: where going on would lose something: another model's checkpoint, or a newer one of this run.
+    """
+    wish, newest = config.run.resume, checkpoints.newest()
+    path = {"auto": newest, "never": None}.get(wish, Path(wish))
+    if newest is not None and path is not None and path.resolve().parent != newest.resolve().parent:
+        path = newest
+    if newest is not None and (path is None or path.resolve() != newest.resolve()):
+        raise ValueError(f"run.resume={wish} would write over {newest}: use run.resume=auto, or another run.name")
+    if path is None:
+        checkpoints.seed(step=0)
+        return Progress()
+    state = checkpoints.load(path, model, optimizer)
+    return Progress(state["step"], state["tokens"], stream.start(state["cursor"]))
+
+
+def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.device, progress: Progress) -> str:
     """What this run is, in a few lines, before its first step."""
-    parallel, data = config.parallel, config.data
-    per_step = config.train.global_batch_tokens or config.train.micro_batch_size * mesh.data.size * data.sequence_length
-    start = f"resumed after step {progress.step}" if progress.step else "from the first weights"
+    length = int(config.data.sequence_length)
+    per_step = degrees.accumulation * degrees.data * config.train.micro_batch_size * length
+    start = f"after step {progress.step}" if progress.step else "from the first weights"
     return "\n".join(
         [
             f"run      {config.run.dir}/{config.run.name}, {start}, to step {config.train.steps}",
             f"model    {config.model.name}: {estimate.num_parameters(config.model):,} parameters, {config.train.dtype}",
-            f"ranks    {mesh.world.size} = data {mesh.data.size} × sequence {mesh.sequence.size} × tensor "
-            f"{mesh.tensor.size} on {mesh.parameters.device_type}; states over {mesh.parameters['shard'].size()}",
-            f"ring     {parallel.layout} layout, relay route, {kernel} kernel; recompute {config.train.recompute}",
-            f"tokens   sequences of {data.sequence_length:,} from {data.root}/{data.name}; {per_step:,} a step",
+            f"ranks    {degrees.world} on {device.type} = data {degrees.data} × sequence {degrees.sequence} × tensor "
+            f"{degrees.tensor}; states sharded over {degrees.shard}",
+            f"ring     {config.parallel.layout} layout, relay route, {kernel} kernel; "
+            f"recompute {config.train.recompute}",
+            f"tokens   sequences of {length:,} from {config.data.root}/{config.data.name}; {per_step:,} a step",
         ]
     )
 
@@ -121,27 +169,6 @@ def complete(config: TrainConfig, progress: Progress) -> str:
         f"{config.run.dir}/{config.run.name} is complete: step {progress.step} of train.steps={config.train.steps}. "
         f"Go on with train.steps={2 * progress.step}, or start another run with run.name=NAME."
     )
-
-
-def resume(
-    config: TrainConfig, checkpoints: Checkpoints, model: Transformer, optimizer: Optimizer, stream: TokenStream
-) -> Progress:
-    """Loads what `run.resume` asks for into model and optimizer, and says where the run stands.
-
-    Raises:
-        ValueError: where going on would lose something: another model's checkpoint, or a newer one of this run.
-    """
-    newest = checkpoints.newest()
-    path = {"auto": newest, "never": None}.get(config.run.resume, Path(config.run.resume))
-    if newest is not None and (path is None or path.resolve() != newest.resolve()):
-        raise ValueError(
-            f"run.resume={config.run.resume} would write over {newest}: use run.resume=auto, or another run.name"
-        )
-    if path is None:
-        checkpoints.seed(step=0)
-        return Progress()
-    state = checkpoints.load(path, model, optimizer)
-    return Progress(state["step"], state["tokens"], stream.start(state["cursor"]))
 
 
 def main(cfg: DictConfig) -> None:

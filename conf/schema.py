@@ -7,6 +7,7 @@ the rules between sections. Nothing here repairs a value or looks at the machine
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Union
@@ -236,8 +237,8 @@ def explain(error: Exception) -> str:
     message = lines[0] if lines else type(error).__name__
     if error.__cause__ is not None and str(error.__cause__).strip():
         message = message.rstrip(".") + ". " + str(error.__cause__).strip().splitlines()[0]
-    if "expecting <EOF>" in message or "token recognition error" in message:
-        message += ". Quote values that hold = , [ ] ( ) or quotes: 'data.path=\"/a/b=c\"'"
+    if any(sign in message for sign in ("expecting", "token recognition", "LexerNoViable", "Ambiguous value")):
+        message += ". Quote values that hold = , [ ] ( ) ~ or quotes, inside the shell's quotes: 'data.path=\"/a/b=c\"'"
     if "Could not find '" in message:
         options = [line for line in lines[1:] if "search path" not in line.lower() and "provider=" not in line]
         message += ". " + " ".join(options)
@@ -298,19 +299,7 @@ def check(config: TrainConfig) -> None:
     """
     _check_ranges(config)
     _check_model(config.model)
-    model, parallel = config.model, config.parallel
-    shared = {
-        "model.num_heads": model.num_heads,
-        "model.num_kv_heads": model.num_kv_heads,
-        "model.ffn_dim": model.ffn_dim,
-        "model.vocab_size": model.vocab_size,
-    }
-    for key, number in shared.items():
-        if number % parallel.tensor:
-            raise ValueError(
-                f"parallel.tensor={parallel.tensor} does not divide {key}={number}: use "
-                f"{nearest_divisors(number, parallel.tensor)}"
-            )
+    _check_tensor(config)
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.schedule is Schedule.wsd and not 1 <= optimizer.decay_steps <= steps - optimizer.warmup_steps:
         raise ValueError(
@@ -319,39 +308,68 @@ def check(config: TrainConfig) -> None:
         )
 
 
+def _check_tensor(config: TrainConfig) -> None:
+    """The tensor axis cuts heads, feed-forward and vocabulary into equal parts."""
+    model, tensor = config.model, config.parallel.tensor
+    cut = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")}
+    for name, number in cut.items():
+        if number % tensor:
+            # A choice that divides all four, so that the next error is not about another of them.
+            raise ValueError(
+                f"parallel.tensor={tensor} does not divide model.{name}={number}: use "
+                f"{nearest_divisors(math.gcd(*cut.values()), tensor)}"
+            )
+
+
 def _check_ranges(config: TrainConfig) -> None:
-    positive = {
+    model, optimizer, train = config.model, config.optimizer, config.train
+    counts = {
         "parallel.sequence": config.parallel.sequence,
         "parallel.tensor": config.parallel.tensor,
         "data.vocab_size": config.data.vocab_size,
-        "train.steps": config.train.steps,
-        "train.micro_batch_size": config.train.micro_batch_size,
-        "train.log_every": config.train.log_every,
-        "optimizer.learning_rate": config.optimizer.learning_rate,
+        "train.steps": train.steps,
+        "train.micro_batch_size": train.micro_batch_size,
+        "train.log_every": train.log_every,
         "run.timeout_seconds": config.run.timeout_seconds,
     }
-    for key, value in positive.items():
-        if value <= 0:
+    for key, value in counts.items():
+        if value < 1:
             raise ValueError(f"{key}={value} must be positive: use 1 or more")
     natural = {
+        "train.seed": train.seed,
         "validation.every": config.validation.every,
         "validation.sequences": config.validation.sequences,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
-        "optimizer.warmup_steps": config.optimizer.warmup_steps,
-        "optimizer.decay_steps": config.optimizer.decay_steps,
-        "optimizer.weight_decay": config.optimizer.weight_decay,
-        "optimizer.clip_norm": config.optimizer.clip_norm,
+        "optimizer.warmup_steps": optimizer.warmup_steps,
+        "optimizer.decay_steps": optimizer.decay_steps,
     }
     for key, value in natural.items():
         if value < 0:
             raise ValueError(f"{key}={value} must not be negative: use 0 or more")
+    # Comparisons with NaN are false, so each range is asked for as what must hold.
+    positive = {
+        "optimizer.learning_rate": optimizer.learning_rate,
+        "optimizer.eps": optimizer.eps,
+        "model.norm_eps": model.norm_eps,
+        "model.rope_theta": model.rope_theta,
+        "model.init_std": model.init_std,
+    }
+    if config.logging.peak_flops is not None:
+        positive["logging.peak_flops"] = config.logging.peak_flops
+    for key, value in positive.items():
+        if not 0 < value < math.inf:
+            raise ValueError(f"{key}={value} must be a number above 0: its default is {_default(key)}")
+    for key, value in {"weight_decay": optimizer.weight_decay, "clip_norm": optimizer.clip_norm}.items():
+        if not 0 <= value < math.inf:
+            raise ValueError(f"optimizer.{key}={value} must not be negative: use 0 to do without")
+    for key, value in {"beta1": optimizer.beta1, "beta2": optimizer.beta2}.items():
+        if not 0 <= value < 1:
+            raise ValueError(f"optimizer.{key}={value} must be at least 0 and below 1: {_default('optimizer.' + key)}")
     for key, value in {"parallel.data": config.parallel.data, "parallel.shard": config.parallel.shard}.items():
         if value < 1 and value != -1:
             raise ValueError(f"{key}={value} must be positive, or -1 for what remains")
     shares = {
-        "optimizer.beta1": config.optimizer.beta1,
-        "optimizer.beta2": config.optimizer.beta2,
         "optimizer.final_learning_rate_ratio": config.optimizer.final_learning_rate_ratio,
         "data.validation_fraction": config.data.validation_fraction,
     }
@@ -361,6 +379,12 @@ def _check_ranges(config: TrainConfig) -> None:
     for key, value in {"run.name": config.run.name, "data.name": config.data.name}.items():
         if not value or "/" in value or value.startswith("."):
             raise ValueError(f"{key}={value!r} must name one folder: no '/', no leading '.'")
+
+
+def _default(key: str) -> Any:
+    """The default of a dotted key of the schema."""
+    section, name = key.split(".")
+    return getattr(getattr(TrainConfig(), section), name)
 
 
 def _check_model(model: ModelConfig) -> None:
@@ -438,9 +462,9 @@ def resolve(config: TrainConfig, world_size: int) -> Degrees:
     micro = train.micro_batch_size * data * length
     tokens = micro if train.global_batch_tokens is None else int(train.global_batch_tokens)
     if tokens % micro:
-        lower = max(1, tokens // micro) * micro
+        legal = [multiple * micro for multiple in (tokens // micro, tokens // micro + 1) if multiple]
         raise ValueError(
             f"train.global_batch_tokens={tokens} is not a multiple of train.micro_batch_size × data × "
-            f"data.sequence_length = {micro}: use {lower} or {(tokens // micro + 1) * micro}"
+            f"data.sequence_length = {micro}: use {' or '.join(map(str, legal))}"
         )
     return Degrees(data, parallel.sequence, parallel.tensor, shard, tokens // micro)

@@ -63,7 +63,8 @@ class _BlockwiseLoss(torch.autograd.Function):
     def backward(ctx, dloss: Tensor):
         dhidden, dweight = ctx.saved_tensors
         if dhidden is not None:
-            dhidden = (dhidden * dloss.to(dhidden.dtype)).view(ctx.shape)
+            # The factor is not rounded to 16 bits first: it would scale every gradient below alike.
+            dhidden = (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype).view(ctx.shape)
         if dweight is not None:
             dweight = (dweight * dloss).to(ctx.weight_dtype)
         return dhidden, dweight, None, None, None

@@ -9,6 +9,7 @@ import zlib
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
@@ -33,6 +34,34 @@ class Block(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
+class Embedding(nn.Embedding):
+    """Token ids [B, L] -> [B, L, C]. Where it holds the rows from `start` on only, ids of other rows give zero."""
+
+    start = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        weight = self.weight
+        local = tokens - self.start
+        here = (local >= 0) & (local < weight.shape[0])
+        return _Lookup.apply(torch.where(here, local, 0), weight) * here[..., None]
+
+
+class _Lookup(torch.autograd.Function):
+    """A frequent token's gradient is a sum of thousands: taken in float32, whatever the table's dtype."""
+
+    @staticmethod
+    def forward(ctx, index: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.rows, ctx.dtype = weight.shape[0], weight.dtype
+        return F.embedding(index, weight)
+
+    @staticmethod
+    def backward(ctx, dout: Tensor):
+        (index,) = ctx.saved_tensors
+        dout = dout.to(torch.promote_types(dout.dtype, torch.float32))
+        return None, torch.ops.aten.embedding_dense_backward(dout, index, ctx.rows, -1, False).to(ctx.dtype)
+
+
 class Head(nn.Module):
     """The output projection together with the loss, so that logits exist for one block of tokens at a time."""
 
@@ -51,7 +80,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, attend: Attend):
         super().__init__()
         self.config = config
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.model_dim)
+        self.embed_tokens = Embedding(config.vocab_size, config.model_dim)
         self.layers = nn.ModuleList(Block(config, kind, attend) for kind in config.attention_kinds())
         self.norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
         self.lm_head = Head(config)

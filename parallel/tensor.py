@@ -9,9 +9,7 @@ all-reduce. Source: arXiv:1909.08053 §3, arXiv:2205.05198 §4.2.2.
 
 from functools import partial
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from model.loss import Vocabulary
@@ -52,18 +50,6 @@ class OnShard:
         return value.to_local(grad_placements=(Partial(),) if partial_sum else value.placements)
 
 
-class VocabularyEmbedding(OnShard, nn.Embedding):
-    """Embeds token ids [start, start + rows); others give zero, and the sum over ranks is the embedding."""
-
-    start = 0
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        weight = self.weight
-        local = tokens - self.start
-        here = (local >= 0) & (local < weight.shape[0])
-        return F.embedding(torch.where(here, local, 0), weight) * here[..., None]
-
-
 def shard_over_tensor(model: Transformer, mesh: Mesh, shards_activations: bool) -> None:
     """Lays `model`'s parameters (on any device, meta included) out on the tensor axis, in place."""
     axis, group = mesh.tensor, mesh.tensor.group
@@ -75,9 +61,7 @@ def shard_over_tensor(model: Transformer, mesh: Mesh, shards_activations: bool) 
         leaf = name.split(".")[-1]
         placement = SHARDED.get(leaf, Replicate())
         _distribute(module, mesh, placement)
-        base = VocabularyEmbedding if leaf == "embed_tokens" else type(module)
-        on_shard = base if issubclass(base, OnShard) else type(f"OnShard{base.__name__}", (OnShard, base), {})
-        module.__class__ = on_shard
+        module.__class__ = type(f"OnShard{type(module).__name__}", (OnShard, type(module)), {})
         # q_norm and k_norm see this rank's heads; the other norms see this rank's tokens where those are sharded.
         module.gradient_is_partial = leaf in ("q_norm", "k_norm") or shards_activations
     if model.config.tie_embeddings:

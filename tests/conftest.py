@@ -1,8 +1,11 @@
 """Markers come from the folder: tests/unit is `unit`, tests/distributed is `distributed`."""
 
+import os
 from pathlib import Path
 
 import pytest
+
+os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are about ranks on the CPU, also on a machine with GPUs
 
 TESTS = Path(__file__).parent
 

@@ -12,21 +12,16 @@ that one side lacks.
 """
 
 import hashlib
-import json
-import os
 import pickle
 import platform
-import re
-import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -34,19 +29,25 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from conf.schema import TrainConfig
 from parallel.mesh import Mesh
+from training.agreement import agree, on_all_ranks
+from training.checkpoint_files import (
+    FORMAT,
+    CheckpointError,
+    commit,
+    damaged_file,
+    describe,
+    finished,
+    make_empty,
+    manifest_of,
+    quick_problem,
+)
 
-FORMAT = "longhaul checkpoint 1"
 FREE_MODEL_KEYS = (
     "name",
     "init_std",
     "ffn_block_tokens",
     "loss_block_tokens",
 )  # may differ from the checkpoint's
-T = TypeVar("T")
-
-
-class CheckpointError(OSError):
-    """A checkpoint cannot be written, or what lies on the disk is not a whole one."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,11 @@ class Checkpoints:
         """
         path = self.folder / f"step_{step:08d}"
         partial = path.with_name(path.name + ".tmp")
-        self._on_first_rank(lambda: _make_empty(partial))
+        agree(lambda: make_empty(partial))
         tensors = {**_tensors(model, optimizer), **self._random_states()}
         with _as_one_error(f"cannot write {path}"):
             dcp.save(tensors, storage_writer=dcp.FileSystemWriter(partial), process_group=self.mesh.world.group)
-        described = self._on_all_ranks(lambda: _describe(partial, self.mesh.world.rank))
+        described = on_all_ranks(lambda: describe(partial, self.mesh.world.rank))
         manifest = {
             "format": FORMAT,
             "step": step,
@@ -83,7 +84,7 @@ class Checkpoints:
             "config": asdict(self.config),
             "files": {name: entry for part in described for name, entry in part.items()},
         }
-        self._on_first_rank(lambda: _commit(partial, path, manifest, self.config.checkpoint.keep))
+        agree(lambda: commit(partial, path, manifest, self.config.checkpoint.keep))
         return path
 
     def newest(self) -> Path | None:
@@ -95,7 +96,7 @@ class Checkpoints:
             CheckpointError: where there are checkpoints but none is whole: no run starts over in silence.
         """
         skipped = []
-        for path in reversed(self._on_first_rank(lambda: _finished(self.folder))):
+        for path in reversed(agree(lambda: finished(self.folder))):
             if (problem := self._problem(path)) is None:
                 return path
             skipped.append(f"{path.name}: {problem}")
@@ -118,13 +119,11 @@ class Checkpoints:
             ValueError: where there is none, or it is another model's, naming keys or tensors and both values.
             CheckpointError: where it is damaged or cannot be read.
         """
-        manifest = self._on_first_rank(lambda: _manifest_of(path))
-        _check_model(manifest["config"]["model"], asdict(self.config.model), path)
+        manifest = agree(lambda: self._manifest(path))
         if (problem := self._problem(path)) is not None:
             raise CheckpointError(f"checkpoint {path} is damaged: {problem}")
         reader, tensors = _Reader(path), _tensors(model, optimizer)
-        saved = self._on_first_rank(lambda: reader.saved_tensors(manifest["files"]))
-        _check_tensors({k: v for k, v in saved.items() if not k.startswith("random.")}, tensors, path)
+        saved = agree(lambda: _fitting(reader.saved_tensors(manifest["files"]), tensors, path))
         random = {key: value for key, value in self._random_states().items() if key in saved}
         if manifest["layout"]["ranks"] != self.mesh.world.size:
             random = {}
@@ -139,6 +138,11 @@ class Checkpoints:
         """Seeds this rank's random numbers from (train.seed, step, rank): where a run starts, or changes its ranks."""
         digest = hashlib.sha256(f"{self.config.train.seed} {step} {self.mesh.world.rank}".encode()).digest()
         torch.manual_seed(int.from_bytes(digest[:7], "little"))
+
+    def _manifest(self, path: Path) -> dict[str, Any]:
+        manifest = manifest_of(path)
+        _check_model(manifest["config"]["model"], asdict(self.config.model), path)
+        return manifest
 
     def _layout(self) -> dict[str, int]:
         mesh = self.mesh
@@ -157,32 +161,15 @@ class Checkpoints:
         """Why the checkpoint at `path` is not whole, or None. Every file is read by one of the ranks."""
         if path in self._checked:
             return None
-        problem = self._on_first_rank(lambda: _quick_problem(path))
+        problem = agree(lambda: quick_problem(path))
         if problem is not None:
             return problem
         world = self.mesh.world
-        found = self._on_all_ranks(lambda: _damaged_file(path, world.rank, world.size))
+        found = on_all_ranks(lambda: damaged_file(path, world.rank, world.size))
         problem = next((problem for problem in found if problem is not None), None)
         if problem is None:
             self._checked.add(path)
         return problem
-
-    def _on_all_ranks(self, function: Callable[[], T]) -> list[T]:
-        """Every rank's result of `function`; where one raises, all raise the first rank's error."""
-        try:
-            mine: tuple[T | None, Exception | None] = (function(), None)
-        except Exception as error:
-            mine = (None, error)
-        gathered: list[Any] = [None] * self.mesh.world.size
-        dist.all_gather_object(gathered, mine, group=self.mesh.world.group)
-        for _, error in gathered:
-            if error is not None:
-                raise error
-        return [result for result, _ in gathered]
-
-    def _on_first_rank(self, function: Callable[[], T]) -> T:
-        """What `function` returns or raises on rank 0, on all ranks."""
-        return self._on_all_ranks(lambda: function() if self.mesh.world.rank == 0 else None)[0]
 
 
 def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -204,128 +191,6 @@ def _tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     return tensors
 
 
-# Files
-
-
-def _finished(folder: Path) -> list[Path]:
-    """The folders with a finished checkpoint's name, by step; whether they are whole is another question."""
-    if not folder.is_dir():
-        return []
-    paths = [path for path in folder.iterdir() if re.fullmatch(r"step_\d{8}", path.name) and path.is_dir()]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
-
-
-def _read_manifest(path: Path) -> dict[str, Any]:
-    try:
-        manifest = json.loads((path / "manifest.json").read_text())
-    except FileNotFoundError:
-        raise CheckpointError("it has no manifest.json, its writing was never finished") from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"manifest.json cannot be read: {error}") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise CheckpointError(f"manifest.json is not of the format {FORMAT!r}")
-    if missing := {"step", "state", "layout", "config", "files"} - manifest.keys():
-        raise CheckpointError(f"manifest.json lacks {', '.join(sorted(missing))}")
-    return manifest
-
-
-def _manifest_of(path: Path) -> dict[str, Any]:
-    """The manifest of the checkpoint that the user named, or what else to name."""
-    if not (path / "manifest.json").exists():
-        inside = _finished(path / "checkpoints") or _finished(path)
-        hint = f"did you mean {inside[-1]}?" if inside else "use auto, never, or the path of a checkpoint"
-        raise ValueError(f"run.resume={path} is no checkpoint, it has no manifest.json: {hint}")
-    if (problem := _quick_problem(path)) is not None:
-        raise CheckpointError(f"checkpoint {path} is damaged: {problem}")
-    return _read_manifest(path)
-
-
-def _make_empty(partial: Path) -> None:
-    """Makes the folder to write into; what an interrupted save of the same step left there goes."""
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir(parents=True)
-
-
-def _describe(partial: Path, rank: int) -> dict[str, dict[str, Any]]:
-    """Size and SHA-256 of the files that DCP wrote for `rank`."""
-    names = [path.name for path in partial.glob(f"__{rank}_*")] + ([".metadata"] if rank == 0 else [])
-    return {name: {"bytes": (partial / name).stat().st_size, "sha256": _sha256(partial / name)} for name in names}
-
-
-def _commit(partial: Path, path: Path, manifest: dict[str, Any], keep: int) -> None:
-    """Makes a written checkpoint count: manifest, fsync, rename; then prunes."""
-    with open(partial / "manifest.json", "w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _fsync_folder(partial)
-    if path.exists():
-        path.rename(_free_name(path))
-    partial.rename(path)
-    _fsync_folder(path.parent)
-    _prune(path, keep)
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (candidate := path.with_name(f"{path.name}.replaced-{number}")).exists():
-        number += 1
-    return candidate
-
-
-def _prune(newest: Path, keep: int) -> None:
-    """Keeps `newest`, just written, and the `keep` - 1 newest other whole ones; damaged ones stay."""
-    if keep == 0:
-        return
-    whole = [path for path in _finished(newest.parent) if path != newest and _quick_problem(path) is None]
-    for path in whole[: max(0, len(whole) - (keep - 1))]:
-        # Renamed first: a folder that is half deleted must not carry a checkpoint's name.
-        removed = path.rename(path.with_name(path.name + ".removed"))
-        shutil.rmtree(removed)
-
-
-def _quick_problem(path: Path) -> str | None:
-    """Why the checkpoint is not whole, as far as its manifest and the sizes of its files tell."""
-    try:
-        manifest = _read_manifest(path)
-        for name, entry in manifest["files"].items():
-            if not (path / name).is_file():
-                return f"{name} is missing"
-            if (found := (path / name).stat().st_size) != entry["bytes"]:
-                return f"{name} has {found} bytes instead of {entry['bytes']}"
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _damaged_file(path: Path, rank: int, num_ranks: int) -> str | None:
-    """Reads this rank's share of the files; the first that is not what was written, in words."""
-    try:
-        for name, entry in sorted(_read_manifest(path)["files"].items())[rank::num_ranks]:
-            if _sha256(path / name) != entry["sha256"]:
-                return f"{name} is not what was written (SHA-256 differs)"
-    except OSError as error:
-        return str(error)
-    return None
-
-
-def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-# Reading what others wrote
-
-
 def _check_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> None:
     for key, value in wanted.items():
         if key not in FREE_MODEL_KEYS and key in saved and saved[key] != value:
@@ -335,17 +200,19 @@ def _check_model(saved: dict[str, Any], wanted: dict[str, Any], path: Path) -> N
             )
 
 
-def _check_tensors(saved: dict[str, str], tensors: dict[str, Tensor], path: Path) -> None:
-    """Refuses a checkpoint whose tensors are not exactly those wanted; `saved` describes each by name."""
+def _fitting(saved: dict[str, str], tensors: dict[str, Tensor], path: Path) -> dict[str, str]:
+    """`saved`, which describes each tensor by name; refused where they are not exactly those wanted."""
+    trained = {name: description for name, description in saved.items() if not name.startswith("random.")}
     wanted = {name: _description(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     differences = [
-        f"{name}: {saved.get(name, 'missing')} in the checkpoint, {wanted.get(name, 'unknown')} in the run"
-        for name in sorted(saved.keys() | wanted.keys())
-        if saved.get(name) != wanted.get(name)
+        f"{name}: {trained.get(name, 'missing')} in the checkpoint, {wanted.get(name, 'unknown')} in the run"
+        for name in sorted(trained.keys() | wanted.keys())
+        if trained.get(name) != wanted.get(name)
     ]
     if differences:
         more = f"; and {len(differences) - 10} more" if len(differences) > 10 else ""
         raise ValueError(f"{path} does not fit this run: {'; '.join(differences[:10])}{more}")
+    return saved
 
 
 def _description(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -103,6 +103,8 @@ def _counts(batches: list[Batch], config: TrainConfig, device: torch.device) -> 
 
 def train(
     config: TrainConfig,
+    progress: Progress,
+    *,
     mesh: Mesh,
     model: Transformer,
     optimizer: torch.optim.Optimizer,
@@ -111,7 +113,6 @@ def train(
     validate: Callable[[], float],
     checkpoints: Checkpoints,
     metrics: MetricsLog,
-    progress: Progress,
     peak_flops: float,
     device: torch.device,
 ) -> Progress:

@@ -8,7 +8,6 @@ opens a `session`. What ends a rank early becomes one line and one exit code, an
 import contextlib
 import functools
 import os
-import pickle
 import re
 import signal
 import socket
@@ -19,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import hydra
 import torch
@@ -44,7 +43,6 @@ PRELOAD = [
 GLOO_FAILURES = re.compile(r"gloo|connection (closed|reset) by peer|broken pipe|timed out waiting", re.IGNORECASE)
 
 Run = Callable[[TrainConfig], Any]
-T = TypeVar("T")
 
 
 def num_local_ranks(config: TrainConfig, num_devices: int | None = None) -> int:
@@ -207,33 +205,13 @@ def pick_device(world: World) -> torch.device:
     return torch.device("cuda", index)
 
 
-def agree(function: Callable[[], T]) -> T:
-    """`function()` as rank 0 sees it: its result or its error, on every rank. Collective over all ranks.
-
-    For what is read from a file system or a clock. Not for long work: the others wait inside a collective.
-    """
-    answer: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [(function(), None)]
-        except Exception as error:
-            answer = [(None, _portable(error))]
-    dist.broadcast_object_list(answer, src=0)
-    value, error = answer[0]
-    if error is not None:
-        raise error
-    return value
-
-
-def _portable(error: Exception) -> Exception:
-    """The error itself where it survives pickling, else one of the same exit code with the same words."""
+@contextlib.contextmanager
+def started() -> Iterator[None]:
+    """Once training has started, a ValueError is our bug and keeps its traceback: it is no longer the user's input."""
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-        error = kind(str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}")
-    error.agreed = True  # type: ignore[attr-defined]  # every rank raises it: rank 0 alone prints it
-    return error
+        yield
+    except ValueError as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 def exit_code(error: BaseException) -> int:

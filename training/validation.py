@@ -58,5 +58,5 @@ class Validation:
                 total[0] += model(local.tokens, local.positions, local.plan, local.labels).double()
                 total[1] += batch.valid_tokens
         loss, tokens = all_total(total, self._mesh.gradient.group).tolist()
-        model.reshard()
+        model.reshard()  # no backward follows that would: weights must not stay gathered over an optimizer step
         return loss / tokens if tokens else 0.0

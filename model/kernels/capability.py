@@ -17,7 +17,7 @@ DTYPES: dict[tuple[str, str], tuple[str, ...]] = {
 WINDOWS = {("sdpa", "cpu"), ("reference", "cpu"), ("reference", "cuda")}
 
 
-def refusal(kernel: str, device_type: str, dtype_name: str, window: bool) -> str | None:
+def refusal(kernel: str, device_type: str, dtype_name: str, window: bool, head_dim: int) -> str | None:
     """Why `kernel` cannot do this, with what to use instead; None where it can."""
     dtypes = DTYPES.get((kernel, device_type))
     if dtypes is None:
@@ -29,15 +29,21 @@ def refusal(kernel: str, device_type: str, dtype_name: str, window: bool) -> str
     if window and (kernel, device_type) not in WINDOWS:
         alternative = "use model.attention_pattern=full or parallel.kernel=reference"
         return f"it has no windows on {device_type} yet: {alternative}"
+    if (kernel, device_type) == ("sdpa", "cuda") and (head_dim % 8 or head_dim > 256):
+        nearest = min(256, -(-head_dim // 8) * 8)
+        return (
+            f"on cuda it needs a head_dim that is a multiple of 8, 256 at most: use model.head_dim={nearest} or "
+            "parallel.kernel=reference"
+        )
     return None
 
 
-def choose(kernel: str, device_type: str, dtype_name: str, window: bool = False) -> str:
+def choose(kernel: str, device_type: str, dtype_name: str, window: bool = False, head_dim: int = 64) -> str:
     """The kernel to run; `auto` is the fast one. Raises ValueError where it cannot do the job."""
     name = ORDER[0] if kernel == "auto" else kernel
     if name not in ORDER:
         raise ValueError(f"parallel.kernel={kernel} is unknown: use auto, {' or '.join(ORDER)}")
-    reason = refusal(name, device_type, dtype_name, window)
+    reason = refusal(name, device_type, dtype_name, window, head_dim)
     if reason is not None:
         chosen = f"{kernel} ({name})" if kernel == "auto" else kernel
         raise ValueError(f"parallel.kernel={chosen} is refused: {reason}")

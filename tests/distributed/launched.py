@@ -11,7 +11,7 @@ import torch.distributed as dist
 from omegaconf import DictConfig
 
 from conf.schema import TrainConfig, load
-from training import runtime
+from training import agreement, runtime
 
 
 class Unpicklable(ValueError):
@@ -32,8 +32,8 @@ def run(config: TrainConfig) -> None:
         if "PIDS" in os.environ:
             Path(os.environ["PIDS"], str(os.getpid())).touch()
         if action == "agree":
-            rank.say(f"agreed {runtime.agree(lambda: rank.rank + 41)}")
-            runtime.agree(refuse)
+            rank.say(f"agreed {agreement.agree(lambda: rank.rank + 41)}")
+            agreement.agree(refuse)
         if action == "everywhere":
             raise OSError("every disk is full")
         if victim == str(rank.rank):

@@ -175,6 +175,17 @@ def test_validation_leaves_training_alone(whole):
     assert column(whole, "unwatched", "loss") == column(whole, "whole", "loss")
 
 
+def test_started_from_another_runs_checkpoint(whole):
+    """The first start takes the given checkpoint; submitted again, the run goes on from its own."""
+    given = f"run.resume={checkpoint(whole, 'whole', 4)}"
+    succeed(whole, "run.name=branch", given, "train.steps=6", "checkpoint.every=1")
+    assert column(whole, "branch", "step") == [5, 6]
+    succeed(whole, "run.name=branch", given, "train.steps=7", "checkpoint.every=1")
+    assert column(whole, "branch", "step") == [5, 6, 7]
+    done = start(whole, "run.name=branch", f"run.resume={checkpoint(whole, 'branch', 5)}", "train.steps=8")
+    assert done.returncode == 3 and "run.resume=auto" in done.stderr
+
+
 BAD = {
     "mistyped": (["trian.steps=3"], 3, "train.steps"),
     "mistyped_with_plus": (["+model.nope=1"], 3, "model.nope"),

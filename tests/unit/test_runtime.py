@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from conf.compose import compose
-from training import runtime
+from training import agreement, runtime
 from training.launcher import first_cause
 from training.world import World, first_host, port_of_job, read_world
 
@@ -277,7 +277,7 @@ def test_a_session_of_one() -> None:
     config = compose([])
     with runtime.session(config) as rank:
         assert (rank.rank, rank.size, dist.get_world_size()) == (0, 1, 1)
-        assert runtime.agree(lambda: "yes") == "yes"
+        assert agreement.agree(lambda: "yes") == "yes"
     with pytest.raises(ZeroDivisionError), runtime.session(config):
         raise ZeroDivisionError
     assert not dist.is_initialized()

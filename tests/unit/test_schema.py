@@ -1,0 +1,132 @@
+"""The config: every preset loads, and every bad value is one error that names key, value and a legal choice."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from conf.compose import compose
+from conf.schema import TrainConfig, resolve
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def presets(group: str) -> list[str]:
+    return sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+
+
+@pytest.mark.parametrize("model", presets("model"))
+@pytest.mark.parametrize("data", presets("data"))
+def test_every_preset_composes_and_loads(model, data):
+    config = compose([f"model={model}", f"data={data}"])
+    assert config.model.name == model
+    assert isinstance(config.data.sequence_length, int)
+
+
+@pytest.mark.parametrize(("experiment", "ranks"), [("8b_1m", 32), ("7b_256k", 32), ("laptop", 2)])
+def test_every_experiment_fits_its_ranks(experiment, ranks):
+    assert resolve(compose([f"experiment={experiment}"]), ranks).world == ranks
+
+
+def test_every_experiment_is_tested():
+    assert set(presets("experiment")) == {"8b_1m", "7b_256k", "laptop"}
+
+
+def test_published_sizes():
+    """Parameters of the released models, from their papers and model cards."""
+    from training.estimate import num_parameters
+
+    assert num_parameters(compose(["model=7b"]).model) == 6_738_415_616
+    assert num_parameters(compose(["model=8b"]).model) == 8_030_261_248
+    assert num_parameters(compose(["model=70b"]).model) == 70_553_706_496
+
+
+def test_lengths_and_budgets():
+    config = compose(["data.sequence_length=128K", "train.global_batch_tokens=262144"])
+    assert config.data.sequence_length == 131_072 and config.train.global_batch_tokens == 262_144
+    assert compose(["data.sequence_length=1M"]).data.sequence_length == 1_048_576
+    assert compose(["train.global_batch_tokens=10B"]).train.global_batch_tokens == 10**10
+
+
+REFUSED = {
+    "trian.steps=3": "Did you mean train.steps?",
+    "+model.nope=1": "model.nope",
+    "model.num_head=3": "Did you mean model.num_heads?",
+    "model=9b": "Available options in 'model': 125m",
+    "parallel.layout=zigzga": "contiguous, zigzag, striped",
+    "train.steps=x": "train.steps=x",
+    "parallel.tensor=3": "parallel.tensor=3 does not divide model.num_heads=4: use 2",
+    "parallel.tensor=4": "parallel.tensor=4 does not divide model.num_kv_heads=2: use 2",
+    "model.num_kv_heads=3": "model.num_kv_heads=3 does not divide model.num_heads=4: use 2 or 4",
+    "model.head_dim=33": "use 34",
+    "model.attention_pattern='window,ful'": "did you mean full?",
+    "model.attention_pattern=window": "model.attention_window=0",
+    "model.attention_window=8": "has a window",
+    "model.attention_pattern=full,window": "Quote values",
+    "data.path=/a/b=c": "Quote values",
+    "data.path=~/x": "Quote values",
+    "data.sequence_length=1X": "8192, 128K or 1M",
+    "data.sequence_length=0": "8192, 128K or 1M",
+    "optimizer.learning_rate=0": "its default is 0.0003",
+    "optimizer.learning_rate=nan": "optimizer.learning_rate=nan",
+    "optimizer.beta1=1.0": "below 1",
+    "optimizer.eps=-1": "optimizer.eps=-1",
+    "optimizer.weight_decay=-1": "optimizer.weight_decay=-1",
+    "optimizer.schedule=wsd": "1 to 90",
+    "model.rope_theta=0": "model.rope_theta=0",
+    "logging.peak_flops=0": "logging.peak_flops=0",
+    "train.steps=0": "use 1 or more",
+    "parallel.data=0": "-1 for what remains",
+    "run.name=a/b": "run.name='a/b'",
+    "checkpoint.keep=-1": "use 0 or more",
+}
+
+
+@pytest.mark.parametrize("override", REFUSED)
+def test_refused_with_the_key_and_a_legal_choice(override):
+    """C048, C094."""
+    with pytest.raises(ValueError) as caught:
+        compose([override])
+    message = str(caught.value)
+    assert REFUSED[override] in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks", "words"),
+    [
+        (["parallel.sequence=3"], 4, "start 3 ranks"),
+        (["parallel.data=2", "parallel.sequence=2"], 8, "start 4 ranks"),
+        (["parallel.sequence=4", "parallel.shard=3"], 4, "use 2 or 4"),
+        (["train.global_batch_tokens=100"], 1, "use 8192"),
+        (["train.global_batch_tokens=20000", "train.micro_batch_size=2"], 1, "use 16384 or 32768"),
+    ],
+)
+def test_refused_for_the_number_of_ranks(overrides, ranks, words):
+    with pytest.raises(ValueError, match=words):
+        resolve(compose(overrides), ranks)
+
+
+def test_axes_fill_the_ranks():
+    degrees = resolve(compose(["parallel.sequence=2", "parallel.tensor=2", "train.global_batch_tokens=65536"]), 8)
+    assert dataclasses.astuple(degrees) == (2, 2, 2, 4, 4)
+
+
+def test_no_option_names_code():
+    """C117: nothing in a config can say what to run."""
+    with pytest.raises(ValueError):
+        compose(["+model._target_=os.system"])
+
+
+def test_every_option_is_read_somewhere():
+    """An option that no code reads would be ignored in silence."""
+    root = CONF.parent
+    code = "".join(
+        path.read_text()
+        for folder in ("model", "parallel", "data", "training")
+        for path in sorted((root / folder).rglob("*.py"))
+    )
+    code += (root / "train.py").read_text() + (CONF / "schema.py").read_text().partition("def register")[2]
+    for section in dataclasses.fields(TrainConfig):
+        for option in dataclasses.fields(section.type):
+            assert f".{option.name}" in code, f"{section.name}.{option.name}"
