@@ -71,8 +71,7 @@ def num_local_ranks(config: TrainConfig, num_devices: int | None = None) -> int:
 def enter(main: Callable[[DictConfig], Any]) -> None:
     """A script's last line: composes the config of the command line, and calls `main` with it.
 
-    Raises:
-        SystemExit: what went wrong having been said in one line, by rank 0.
+    Where that fails, ends the process, what went wrong having been said in one line by rank 0.
     """
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises what it cannot compose: line and code are ours
     register()
@@ -84,9 +83,13 @@ def enter(main: Callable[[DictConfig], Any]) -> None:
         with exit_codes(rank, shared=True):  # in here, too: Hydra adds a line of its own to errors, not to exits
             main(cfg)
 
-    with exit_codes(rank, shared=True):
-        folder = str(Path(__file__).parents[1] / "conf")
-        hydra.main(version_base=None, config_path=folder, config_name="train")(checked)()
+    try:
+        with exit_codes(rank, shared=True):
+            folder = str(Path(__file__).parents[1] / "conf")
+            hydra.main(version_base=None, config_path=folder, config_name="train")(checked)()
+    except SystemExit as leaving:
+        _leave(leaving)
+        raise
 
 
 def launch(run: Run, config: TrainConfig) -> None:
@@ -132,12 +135,17 @@ def _run_rank(run: Run, config: TrainConfig, rank: int, size: int) -> None:
         with exit_codes(rank):
             run(config)
     except SystemExit as leaving:
-        if leaving.code and size > 1:
-            # An orderly end would wait for threads, and for collectives that never finish.
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(leaving.code if isinstance(leaving.code, int) else BUG)
+        if size > 1:
+            _leave(leaving)
         raise
+
+
+def _leave(leaving: SystemExit) -> None:
+    """Ends the process after a failure: an orderly end would wait for threads and collectives that never finish."""
+    if leaving.code:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(leaving.code if isinstance(leaving.code, int) else BUG)
 
 
 @dataclass(frozen=True)
