@@ -82,10 +82,14 @@ class MetricsLog:
         step = row["step"]
         text = line(row, self.steps, self._remaining_seconds(row))
         if self.bar is not None:
-            self.bar.set_postfix_str(text.partition("  ")[2].partition("  ETA")[0], refresh=False)
+            short = (
+                f"loss {row['loss']:.3f}, {row['tokens_per_second']:,.0f} tok/s, MFU {100 * row['mfu_causal']:.0f} %"
+            )
+            self.bar.set_postfix_str(short, refresh=False)
             self.bar.update(step - self.bar.n)
-        if step % self.log_every == 0 or step == self.steps or "validation_loss" in row:
-            self._write(text, to_console=self.bar is None)
+        measured = "validation_loss" in row
+        if step % self.log_every == 0 or step == self.steps or measured:
+            self._write(text, to_console=self.bar is None or measured)
 
     def say(self, text: str) -> None:
         """Writes a message to the console and to log.txt."""
