@@ -17,7 +17,6 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 Length = Union[int, str]  # 131072, "128K" or "1M": binary multiples, converted by `load`
-TokenCount = Union[int, str]  # 10_000_000_000, "500M" or "10B": decimal multiples, converted by `load`
 
 
 class Layout(StrEnum):
@@ -140,7 +139,7 @@ class DataConfig:
 class TrainSection:
     steps: int = 100
     seed: int = 0
-    global_batch_tokens: TokenCount | None = None  # per step, over all ranks; null = one micro-batch per data rank
+    global_batch_tokens: Length | None = None  # per step, over all ranks; null = one micro-batch per data rank
     micro_batch_size: int = 1  # sequences a data rank computes at once
     dtype: Dtype = Dtype.float32  # of compute; bfloat16 keeps float32 master weights
     recompute: Recompute = Recompute.block
@@ -226,7 +225,7 @@ def load(cfg: DictConfig) -> TrainConfig:
     config.model.ffn_block_tokens = parse_length("model.ffn_block_tokens", config.model.ffn_block_tokens)
     config.model.loss_block_tokens = parse_length("model.loss_block_tokens", config.model.loss_block_tokens)
     if config.train.global_batch_tokens is not None:
-        config.train.global_batch_tokens = parse_tokens("train.global_batch_tokens", config.train.global_batch_tokens)
+        config.train.global_batch_tokens = parse_length("train.global_batch_tokens", config.train.global_batch_tokens)
     check(config)
     return config
 
@@ -266,20 +265,11 @@ def keys(node: Any = TrainConfig, prefix: str = "") -> list[str]:
 
 def parse_length(key: str, value: Length) -> int:
     """A number of tokens, with K and M as binary multiples."""
-    return _parse(key, value, {"K": 1 << 10, "M": 1 << 20}, "8192, 128K or 1M")
-
-
-def parse_tokens(key: str, value: TokenCount) -> int:
-    """A token budget, with K, M and B as decimal multiples."""
-    return _parse(key, value, {"K": 10**3, "M": 10**6, "B": 10**9}, "65536, 4M or 10B")
-
-
-def _parse(key: str, value: int | str, units: dict[str, int], examples: str) -> int:
     text = str(value).strip()
-    unit = units.get(text[-1:].upper(), 1)
+    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or int(digits) < 1:
-        raise ValueError(f"{key}={value} is not a positive number of tokens: write it like {examples}")
+        raise ValueError(f"{key}={value} is not a positive number of tokens: write it like 8192, 128K or 1M")
     return int(digits) * unit
 
 
