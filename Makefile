@@ -34,7 +34,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv .venv || { echo "$(PYTHON) cannot create .venv (on Debian and Ubuntu: apt install python3-venv)" >&2; rm -rf .venv; exit 1; }
 
 .venv/setup.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	echo "Installing into .venv (PyTorch alone is about 1 GB, a few minutes the first time)…"
+	echo "Installing into .venv (PyTorch is 1 GB, or several with CUDA: a few minutes the first time)…"
 	$(BIN)/python -c '$(DEPENDENCIES)' | $(INSTALL)
 	touch $@
 

@@ -14,7 +14,7 @@ import torch
 from omegaconf import DictConfig
 from torch.optim import Optimizer
 
-from conf.schema import Degrees, TrainConfig, load, resolve
+from conf.schema import Degrees, TrainConfig, load, resolve, settings
 from data.format import Shard, check_vocabulary, open_shard
 from data.loader import Loader, Take
 from data.stream import TokenStream
@@ -38,11 +38,12 @@ def run(config: TrainConfig) -> None:
     """One rank's part of the run. Collective over all ranks."""
     with runtime.session(config) as rank:
         degrees = resolve(config, rank.size)
+        require_equal(settings(config))  # first: ranks with other axes would wait for each other in other groups
         mesh = build_mesh(degrees, rank.device.type, config.run.timeout_seconds)
         kernel = together(lambda: choose_kernel(config, rank.device))
         documents, held_out = together(lambda: open_corpus(config))
         stream = TokenStream(documents, int(config.data.sequence_length), seed=config.train.seed)
-        require_equal({"the config": repr(config), "the training data": stream.fingerprint})
+        require_equal({"training data": stream.fingerprint, "held-out data": held_out.fingerprint})
         take = taker(config, mesh)
 
         checkpoints = Checkpoints(Path(config.run.dir, config.run.name, "checkpoints"), config, mesh)
@@ -127,17 +128,10 @@ def resume(
 ) -> Progress:
     """Loads what `run.resume` asks for into model and optimizer, and says where the run stands.
 
-    A run that was started from another run's checkpoint goes on from its own, once it has any.
-
     Raises:
-        ValueError: where going on would lose something: another model's checkpoint, or a newer one of this run.
+        ValueError: where that is no checkpoint, or another model's, or would write over newer ones of this run.
     """
-    wish, newest = config.run.resume, checkpoints.newest()
-    path = {"auto": newest, "never": None}.get(wish, Path(wish))
-    if newest is not None and path is not None and path.resolve().parent != newest.resolve().parent:
-        path = newest
-    if newest is not None and (path is None or path.resolve() != newest.resolve()):
-        raise ValueError(f"run.resume={wish} would write over {newest}: use run.resume=auto, or another run.name")
+    path = checkpoints.choose(config.run.resume)
     if path is None:
         checkpoints.seed(step=0)
         return Progress()

@@ -5,7 +5,7 @@
 One causal sequence of 8,192 tokens, 8 heads of 64, float32: both sides use both cores, so the ratio of their
 throughputs is what distributing costs. Runs are interleaved (PyTorch, then each layout, again and again) and
 the fastest of each counts: a machine that is busy for a moment then disturbs both sides alike. Each ring
-process is pinned to a core.
+process is pinned to a core where the system can do that.
 """
 
 import multiprocessing
@@ -120,8 +120,9 @@ def _time_ring(
 
 def _rank(rank: int, connection: Connection, rendezvous: str) -> None:
     """A rank: for each (layout, passes) from the pipe, (seconds, seconds waited) back, until None comes."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    cores = report.cores()
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=RANKS)
     inputs = _inputs(torch.Generator().manual_seed(0))

@@ -28,10 +28,6 @@ def at_least(name: str, value: float, bound: float) -> Criterion:
     return Criterion(name, round(value, 4), bound, value >= bound)
 
 
-def at_most(name: str, value: float, bound: float) -> Criterion:
-    return Criterion(name, round(value, 4), bound, value <= bound)
-
-
 def arguments(description: str) -> argparse.ArgumentParser:
     """The options that all benchmarks take."""
     parser = argparse.ArgumentParser(description=description)
@@ -45,11 +41,16 @@ def machine() -> dict[str, Any]:
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": len(cores()),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "load_average": round(os.getloadavg()[0], 2),
     }
+
+
+def cores() -> list[int]:
+    """The cores that this process may use, where the system tells, else all."""
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _processor() -> str:

@@ -263,6 +263,15 @@ def keys(node: Any = TrainConfig, prefix: str = "") -> list[str]:
     return names
 
 
+def settings(config: TrainConfig) -> dict[str, str]:
+    """Every option by its dotted key, as text."""
+    return {
+        f"{section}.{name}": str(value)
+        for section, options in dataclasses.asdict(config).items()
+        for name, value in options.items()
+    }
+
+
 def parse_length(key: str, value: Length) -> int:
     """A number of tokens, with K and M as binary multiples."""
     text = str(value).strip()
@@ -326,7 +335,6 @@ def _check_ranges(config: TrainConfig) -> None:
         if value < 1:
             raise ValueError(f"{key}={value} must be positive: use 1 or more")
     natural = {
-        "train.seed": train.seed,
         "validation.every": config.validation.every,
         "validation.sequences": config.validation.sequences,
         "checkpoint.every": config.checkpoint.every,
@@ -337,6 +345,12 @@ def _check_ranges(config: TrainConfig) -> None:
     for key, value in natural.items():
         if value < 0:
             raise ValueError(f"{key}={value} must not be negative: use 0 or more")
+    for key, value, limit in (
+        ("train.seed", train.seed, (1 << 63) - 1),
+        ("run.timeout_seconds", config.run.timeout_seconds, 10**8),
+    ):
+        if not 0 <= value <= limit:
+            raise ValueError(f"{key}={value} is out of range: use 0 to {limit}")
     # Comparisons with NaN are false, so each range is asked for as what must hold.
     positive = {
         "optimizer.learning_rate": optimizer.learning_rate,

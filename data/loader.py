@@ -8,7 +8,7 @@ by `train.py`.
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -31,7 +31,7 @@ class Chunk(Protocol):
 
 
 Documents = list[tuple[int, ...]]  # of each sequence, the lengths of its documents
-Take = Callable[[Documents], tuple[Sequence[Sequence[Chunk]], dict[str, Any]]]
+Take = Callable[[Documents], tuple[Sequence[Sequence[Chunk]], Mapping[str, Any]]]
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Batch:
     tokens: torch.Tensor  # int64 [B, L]; padding 0
     labels: torch.Tensor  # int64 [B, L]; the next token of the same document, or -100
     positions: torch.Tensor  # int64 [B, L]; from 0 at each stretch of a document; padding 0
-    plan: dict[str, Any]  # what `take` made for attention
+    plan: Mapping[str, Any]  # what `take` made for attention
     valid_tokens: int  # labels of this rank that are not -100
     documents: Documents  # of the whole sequences, one tuple each
 

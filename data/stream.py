@@ -106,7 +106,7 @@ class TokenStream:
             raise ValueError(
                 f"the checkpoint's order of data is {cursor['fingerprint']}, that of {self.shard.folder} "
                 f"with train.seed={self.seed} is {self.fingerprint}: use the data.name and train.seed that "
-                "it was trained with, or start over with run.resume=never"
+                "it was trained with, or start another run with run.name=NAME"
             )
         tokens, length = cursor["tokens"], self.sequence_length
         if tokens % length:

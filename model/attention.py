@@ -1,6 +1,6 @@
 """Attention of one layer: projections, rotary positions, and the injected `attend`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -30,7 +30,7 @@ class Attention(nn.Module):
         self.use_rope = not kind.endswith("norope")
         self.attend = attend
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: Mapping[str, Tensor]) -> Tensor:
         """x [B, L, C] -> [B, L, C]; angles from `rope_angles`; plan: the tiles of each attention kind."""
         q, k, v = (
             projection(x).unflatten(-1, (-1, self.head_dim)) for projection in (self.q_proj, self.k_proj, self.v_proj)

@@ -6,6 +6,7 @@ those of Hugging Face's Llama and Qwen models without the leading `model.`.
 
 import math
 import zlib
+from collections.abc import Mapping
 
 import numpy as np
 import torch
@@ -29,13 +30,13 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
         self.mlp = FeedForward(config.model_dim, config.ffn_dim, int(config.ffn_block_tokens))
 
-    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: dict[str, Tensor]) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: Mapping[str, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), angles, plan)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Embedding(nn.Embedding):
-    """Token ids [B, L] -> [B, L, C]. Where it holds the rows from `start` on only, ids of other rows give zero."""
+    """Token ids [B, L] -> [B, L, C]. A rank may hold the rows [start, start + n) only; other ids then give zero."""
 
     start = 0
 
@@ -88,7 +89,7 @@ class Transformer(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, plan: dict[str, Tensor], labels: Tensor | None = None
+        self, tokens: Tensor, positions: Tensor, plan: Mapping[str, Tensor], labels: Tensor | None = None
     ) -> Tensor:
         """The final hidden state [B, L, C], or with `labels` [B, L] the sum of the tokens' losses.
 

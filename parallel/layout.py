@@ -68,12 +68,12 @@ def global_index(chunks: Sequence[Chunk]) -> np.ndarray:
     return np.concatenate([chunk.indices() for chunk in chunks])
 
 
-def restore(parts: Sequence[np.ndarray], layout: str, sequence_length: int | None = None, axis: int = 0) -> np.ndarray:
-    """All ranks' parts, by rank, in global order along `axis`; cut to sequence_length where given."""
-    length = sum(part.shape[axis] for part in parts)
+def restore(parts: Sequence[np.ndarray], layout: str, sequence_length: int | None = None, dim: int = 0) -> np.ndarray:
+    """All ranks' parts, by rank, in global order along `dim`; cut to sequence_length where given."""
+    length = sum(part.shape[dim] for part in parts)
     owner = np.concatenate([global_index(chunks(layout, length, len(parts), rank)) for rank in range(len(parts))])
-    ordered = np.take(np.concatenate(parts, axis), np.argsort(owner), axis)
-    return ordered if sequence_length is None else np.take(ordered, np.arange(sequence_length), axis)
+    ordered = np.take(np.concatenate(parts, dim), np.argsort(owner), dim)
+    return ordered if sequence_length is None else np.take(ordered, np.arange(sequence_length), dim)
 
 
 def _check(layout: str, ranks: int) -> None:

@@ -21,9 +21,9 @@ def on_all_ranks(function: Callable[[], T]) -> list[T]:
         mine = (None, _portable(error))
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, mine)
-    for _, error in gathered:
+    for rank, (_, error) in enumerate(gathered):
         if error is not None:
-            raise error
+            raise mine[1] if rank == dist.get_rank() else error  # one's own still has its traceback
     return [result for result, _ in gathered]
 
 
@@ -50,7 +50,7 @@ def require_equal(facts: dict[str, str]) -> None:
         for name, value in first.items():
             if theirs[name] != value:
                 error = ValueError(
-                    f"{name} is {theirs[name]} on rank {rank} but {value} on rank 0: give every rank the same command "
+                    f"{name}={theirs[name]} on rank {rank} but {value} on rank 0: give every rank the same command "
                     "line, and the same prepared data on every machine"
                 )
                 raise _portable(error)
@@ -62,6 +62,8 @@ def _portable(error: Exception) -> Exception:
         pickle.loads(pickle.dumps(error))
     except Exception:
         kind = next((kind for kind in (ValueError, OSError) if isinstance(error, kind)), RuntimeError)
-        error = kind(str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}")
+        portable = kind(str(error) if kind is not RuntimeError else f"{type(error).__name__}: {error}")
+        portable.__cause__ = error  # stays here, with its traceback: pickling leaves it out
+        error = portable
     error.agreed = True  # type: ignore[attr-defined]  # every rank raises it: rank 0 alone prints it
     return error

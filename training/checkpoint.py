@@ -109,6 +109,30 @@ class Checkpoints:
             )
         return None
 
+    def choose(self, wish: str) -> Path | None:
+        """The checkpoint to start from for `run.resume=wish`: auto, never, or a path; None to start anew.
+
+        A run that began at another run's checkpoint goes on from its own once it has any, and says so.
+
+        Raises:
+            ValueError: where `wish` is none of the three, or going that way would write over newer checkpoints.
+        """
+        newest = self.newest()
+        if wish == "auto":
+            return newest
+        path = None if wish == "never" else Path(wish)
+        if path is not None:
+            agree(lambda: manifest_of(path))
+        if newest is None:
+            return path
+        if path is not None and path.resolve().parent != newest.resolve().parent:
+            if self.mesh.world.rank == 0:
+                print(f"this run began at {path}, and goes on from its own {newest}", flush=True)
+            return newest
+        if path is None or path.resolve() != newest.resolve():
+            raise ValueError(f"run.resume={wish} would write over {newest}: use run.resume=auto, or another run.name")
+        return path
+
     def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Loads the checkpoint at `path`, of any layout, into `model` and `optimizer`; returns its state.
 

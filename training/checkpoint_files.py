@@ -84,6 +84,8 @@ def _free_name(path: Path) -> Path:
 
 def _prune(newest: Path, keep: int) -> None:
     """Keeps `newest`, just written, and the `keep` - 1 newest other whole ones; damaged ones stay."""
+    for removed in newest.parent.glob("step_*.removed"):  # a kill came while it was being deleted
+        shutil.rmtree(removed)
     if keep == 0:
         return
     whole = [path for path in finished(newest.parent) if path != newest and quick_problem(path) is None]

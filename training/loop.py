@@ -83,7 +83,8 @@ def train_step(
     norm = clip_by_global_norm(model.parameters(), config.optimizer.clip_norm, mesh)
     if not (math.isfinite(loss) and math.isfinite(norm)):
         raise Unstable(
-            f"loss {loss}, gradient norm {norm}: lower optimizer.learning_rate or optimizer.clip_norm, then resume"
+            f"loss {loss}, gradient norm {norm}: lower optimizer.learning_rate, or set a smaller positive "
+            "optimizer.clip_norm, then resume"
         )
     for group in optimizer.param_groups:
         group["lr"] = rate

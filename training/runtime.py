@@ -31,7 +31,7 @@ from conf.schema import TrainConfig, explain, register, resolve
 from training.launcher import PEER, say, start_ranks
 from training.world import World, read_world
 
-BUG, CONFIGURATION, INPUT_OUTPUT = 1, 3, 74
+BUG, USAGE, CONFIGURATION, INPUT_OUTPUT = 1, 2, 3, 74  # USAGE is what argparse exits with
 RANKS_PER_CORE = 8  # a preset for a cluster, started on a laptop by mistake, must not bring the laptop down
 PRELOAD = [
     "torch._dynamo",
@@ -40,7 +40,9 @@ PRELOAD = [
     "torch.distributed.checkpoint",
     "hydra",
 ]
-GLOO_FAILURES = re.compile(r"gloo|connection (closed|reset) by peer|broken pipe|timed out waiting", re.IGNORECASE)
+GLOO_FAILURES = re.compile(
+    r"gloo|connection (closed|reset) by peer|broken pipe|timed out waiting|application timeout", re.IGNORECASE
+)
 
 Run = Callable[[TrainConfig], Any]
 
@@ -145,7 +147,8 @@ def _leave(leaving: SystemExit) -> None:
     if leaving.code:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(leaving.code if isinstance(leaving.code, int) else BUG)
+        code = leaving.code if isinstance(leaving.code, int) else BUG
+        os._exit(CONFIGURATION if code == USAGE else code)
 
 
 @dataclass(frozen=True)

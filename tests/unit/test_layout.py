@@ -35,12 +35,12 @@ def test_every_token_lives_on_exactly_one_rank(layout, length, ranks):
 
 
 @given(layouts, st.integers(1, 100), st.integers(1, 9), st.integers(0, 1))
-def test_restore_undoes_the_split(layout, length, ranks, axis):
+def test_restore_undoes_the_split(layout, length, ranks, dim):
     padded = padded_length(layout, length, ranks)
-    tokens = np.random.default_rng(length).integers(0, 1000, (padded, 3) if axis == 0 else (3, padded))
-    parts = [np.take(tokens, index, axis) for index in indices(layout, padded, ranks)]
-    assert np.array_equal(restore(parts, layout, axis=axis), tokens)
-    assert np.array_equal(restore(parts, layout, length, axis), np.take(tokens, range(length), axis))
+    tokens = np.random.default_rng(length).integers(0, 1000, (padded, 3) if dim == 0 else (3, padded))
+    parts = [np.take(tokens, index, dim) for index in indices(layout, padded, ranks)]
+    assert np.array_equal(restore(parts, layout, dim=dim), tokens)
+    assert np.array_equal(restore(parts, layout, length, dim), np.take(tokens, range(length), dim))
 
 
 @given(layouts, st.lists(st.integers(1, 20), min_size=1, max_size=12), st.integers(1, 9))

@@ -76,6 +76,7 @@ REFUSED = {
     "model.rope_theta=0": "model.rope_theta=0",
     "logging.peak_flops=0": "logging.peak_flops=0",
     "train.steps=0": "use 1 or more",
+    "train.seed=18446744073709551616": "use 0 to 9223372036854775807",
     "parallel.data=0": "-1 for what remains",
     "run.name=a/b": "run.name='a/b'",
     "checkpoint.keep=-1": "use 0 or more",

@@ -168,7 +168,7 @@ def test_cursor_inside_a_sequence_is_refused(shard):
 
 def test_cursor_of_other_data_is_refused(shard, tmp_path):
     stream = TokenStream(shard, 8, seed=5)
-    with pytest.raises(ValueError, match=rf"{stream.fingerprint}.*train\.seed=6.*run\.resume=never"):
+    with pytest.raises(ValueError, match=rf"{stream.fingerprint}.*train\.seed=6.*run\.name=NAME"):
         TokenStream(shard, 8, seed=6).start(stream.cursor(3))
     other = make_shard(tmp_path / "other", [[1, 2, 3]])
     with pytest.raises(ValueError, match=stream.fingerprint):
