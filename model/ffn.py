@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from model.kernels.tiles import accumulation_dtype
+
 
 class FeedForward(nn.Module):
     """down(silu(gate(x)) · up(x)), in blocks of `block_tokens` tokens; the result does not depend on the block size."""
@@ -65,7 +67,7 @@ class _Accumulator:
 
     def __init__(self, weight: Tensor):
         self.dtype = weight.dtype
-        self.sum = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        self.sum = torch.zeros_like(weight, dtype=accumulation_dtype(weight.dtype))
 
     def add(self, dout: Tensor, block: Tensor) -> None:
         if self.dtype == self.sum.dtype:

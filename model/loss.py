@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from model.kernels.tiles import accumulation_dtype
+
 NO_TARGET = -100  # the label of a token that has no next token
 
 
@@ -41,7 +43,7 @@ class _BlockwiseLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, block_tokens: int, vocabulary: Vocabulary):
         rows, targets = hidden.flatten(0, -2), labels.flatten()
-        wide = torch.promote_types(hidden.dtype, torch.float32)
+        wide = accumulation_dtype(hidden.dtype)
         need_hidden, need_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         dhidden = torch.empty_like(rows) if need_hidden else None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from conf.schema import ModelConfig
 from model.attention import Attend, Attention
 from model.ffn import FeedForward
+from model.kernels.tiles import accumulation_dtype
 from model.loss import Vocabulary, sum_of_losses
 from model.rope import rope_angles
 
@@ -59,7 +60,7 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout: Tensor):
         (index,) = ctx.saved_tensors
-        dout = dout.to(torch.promote_types(dout.dtype, torch.float32))
+        dout = dout.to(accumulation_dtype(dout.dtype))
         return None, torch.ops.aten.embedding_dense_backward(dout, index, ctx.rows, -1, False).to(ctx.dtype)
 
 
@@ -96,7 +97,7 @@ class Transformer(nn.Module):
         tokens and positions [B, L] int64; plan: a table of tiles for each kind of attention.
         """
         x = self.embed_tokens(tokens)
-        wide = torch.promote_types(x.dtype, torch.float32)
+        wide = accumulation_dtype(x.dtype)
         angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta, wide)
         for layer in self.layers:
             x = layer(x, angles, plan)

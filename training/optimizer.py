@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import OptimizerConfig, Schedule, TrainConfig
+from model.kernels.tiles import accumulation_dtype
 from parallel.collectives import all_total
 from parallel.mesh import Mesh
 
@@ -60,7 +61,7 @@ def clip_by_global_norm(parameters: Iterable[nn.Parameter], max_norm: float, mes
     for gradient in gradients:
         if _counts_here(gradient, mesh):
             local = gradient.to_local()
-            norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
+            norm = torch.linalg.vector_norm(local, dtype=accumulation_dtype(local.dtype))
             total += norm.to(torch.float64).square()
     total = all_total(total, mesh.world.group)
     norm = math.sqrt(float(total)) if total >= 0 else math.nan
