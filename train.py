@@ -5,10 +5,7 @@
 Under torchrun or srun each process is one rank; started alone, this script starts the local processes it needs.
 """
 
-from collections.abc import Mapping
-from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 
 import torch
 from omegaconf import DictConfig
@@ -16,15 +13,14 @@ from torch.optim import Optimizer
 
 from conf.schema import Degrees, TrainConfig, load, resolve, settings
 from data.format import Shard, check_vocabulary, open_shard
-from data.loader import Loader, Take
+from data.loader import Loader
 from data.stream import TokenStream
 from model.kernels import capability, self_test
-from model.mask import Mask
 from model.transformer import Transformer
-from parallel import layout, schedule
 from parallel.apply import attend_over, build_model
-from parallel.mesh import Mesh, build_mesh
-from parallel.ring import KERNELS
+from parallel.mesh import build_mesh
+from parallel.ring import KERNELS, warm_up
+from parallel.take import Take
 from training import estimate, runtime
 from training.agreement import require_equal, together
 from training.checkpoint import Checkpoints
@@ -44,42 +40,44 @@ def run(config: TrainConfig) -> None:
         documents, held_out = together(lambda: open_corpus(config))
         stream = TokenStream(documents, int(config.data.sequence_length), seed=config.train.seed)
         require_equal({"training data": stream.fingerprint, "held-out data": held_out.fingerprint})
-        take = taker(config, mesh)
 
         checkpoints = Checkpoints(Path(config.run.dir, config.run.name, "checkpoints"), config, mesh)
-        model = build_model(config, mesh, attend_over(mesh.sequence, kernel), rank.device)
+        model = build_model(config, mesh, attend_over(mesh, kernel), rank.device)
         optimizer = build_optimizer(model, config.optimizer)
         progress = resume(config, checkpoints, model, optimizer, stream)
         if progress.step >= config.train.steps:
             rank.say(complete(config, progress))
             return
-        loader = Loader(
-            stream,
-            take,
-            micro_batch_size=config.train.micro_batch_size,
-            accumulation=degrees.accumulation,
-            data_rank=mesh.data.rank,
-            data_size=mesh.data.size,
-            first_sequence=progress.sequences,
-            num_steps=config.train.steps - progress.step,
-        )
-        validation = Validation(held_out, take, config, mesh)
-        with loader, MetricsLog(config, rank.rank, progress.step) as metrics, runtime.started():
+        with MetricsLog(config, rank.rank, progress.step) as metrics, runtime.started():
             metrics.say(banner(config, degrees, kernel, rank.device, progress))
-            train(
-                config,
-                progress,
-                mesh=mesh,
-                model=model,
-                optimizer=optimizer,
-                stream=stream,
-                loader=loader,
-                validate=lambda: validation(model, rank.device),
-                checkpoints=checkpoints,
-                metrics=metrics,
-                peak_flops=config.logging.peak_flops or peak_flops(rank.device, config.train.dtype),
-                device=rank.device,
+            take = Take(config, mesh, rank.node_size, metrics.say)
+            warm_up(mesh.ring.name, take.usual_route, rank.device)
+            loader = Loader(
+                stream,
+                take,
+                micro_batch_size=config.train.micro_batch_size,
+                accumulation=degrees.accumulation,
+                data_rank=mesh.data.rank,
+                data_size=mesh.data.size,
+                first_sequence=progress.sequences,
+                num_steps=config.train.steps - progress.step,
             )
+            validation = Validation(held_out, take, config, mesh)
+            with loader:
+                train(
+                    config,
+                    progress,
+                    mesh=mesh,
+                    model=model,
+                    optimizer=optimizer,
+                    stream=stream,
+                    loader=loader,
+                    validate=lambda: validation(model, rank.device),
+                    checkpoints=checkpoints,
+                    metrics=metrics,
+                    peak_flops=config.logging.peak_flops or peak_flops(rank.device, config.train.dtype),
+                    device=rank.device,
+                )
 
 
 def choose_kernel(config: TrainConfig, device: torch.device) -> str:
@@ -102,27 +100,6 @@ def open_corpus(config: TrainConfig) -> tuple[Shard, Shard]:
     return documents, held_out
 
 
-def taker(config: TrainConfig, mesh: Mesh) -> Take:
-    """`take(documents)`: the tokens of each sequence that this rank holds, and its plan for each kind of attention."""
-    name, length, axis = config.parallel.layout, int(config.data.sequence_length), mesh.sequence
-    padded = layout.padded_length(name, length, axis.size, multiple=mesh.tensor.size)
-    chunks = layout.chunks(name, padded, axis.size, axis.rank)
-    masks = {"full": Mask()}
-    if config.model.attention_window:
-        masks["window"] = Mask(window=config.model.attention_window)
-
-    @lru_cache(maxsize=16)  # sequences inside one long document all have the same plan
-    def plan(documents: tuple[tuple[int, ...], ...]) -> Mapping[str, torch.Tensor]:
-        tables = {
-            kind: torch.from_numpy(schedule.plan(name, mask, documents, length, padded, axis.size, axis.rank))
-            for kind, mask in masks.items()
-        }
-        # Not a dict: FSDP moves tensors in a dict to the GPU, and a plan is read on the host.
-        return MappingProxyType(tables)
-
-    return lambda documents: ([chunks] * len(documents), plan(tuple(documents)))
-
-
 def resume(
     config: TrainConfig, checkpoints: Checkpoints, model: Transformer, optimizer: Optimizer, stream: TokenStream
 ) -> Progress:
@@ -143,14 +120,15 @@ def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.dev
     """What this run is, in a few lines, before its first step."""
     length = int(config.data.sequence_length)
     per_step = degrees.accumulation * degrees.data * config.train.micro_batch_size * length
+    inside = f" (ulysses {degrees.ulysses} × ring)" if degrees.ulysses > 1 else ""
     start = f"after step {progress.step}" if progress.step else "from the first weights"
     return "\n".join(
         [
             f"run      {config.run.dir}/{config.run.name}, {start}, to step {config.train.steps}",
             f"model    {config.model.name}: {estimate.num_parameters(config.model):,} parameters, {config.train.dtype}",
-            f"ranks    {degrees.world} on {device.type} = data {degrees.data} × sequence {degrees.sequence} × tensor "
-            f"{degrees.tensor}; states sharded over {degrees.shard}",
-            f"ring     {config.parallel.layout} layout, relay route, {kernel} kernel; "
+            f"ranks    {degrees.world} on {device.type} = data {degrees.data} × sequence {degrees.sequence}{inside} × "
+            f"tensor {degrees.tensor}; states sharded over {degrees.shard}",
+            f"ring     {config.parallel.layout} layout, {config.parallel.route} route, {kernel} kernel; "
             f"recompute {config.train.recompute}",
             f"tokens   sequences of {length:,} from {config.data.root}/{config.data.name}; {per_step:,} a step",
         ]

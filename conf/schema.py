@@ -20,11 +20,24 @@ Length = Union[int, str]  # 131072, "128K" or "1M": binary multiples, converted 
 
 
 class Layout(StrEnum):
-    """Which tokens of a sequence a rank of the sequence axis holds."""
+    """Which tokens of a sequence a rank of the ring holds; auto = what is fastest for the documents of each batch."""
 
+    auto = "auto"
     contiguous = "contiguous"
     zigzag = "zigzag"
     striped = "striped"
+    balanced = "balanced"
+    grouped = "grouped"
+
+
+class Route(StrEnum):
+    """How keys and values reach the ranks that need them: round a ring of neighbours, straight from their owners,
+    or gathered, some heads at a time; auto = what is fastest for the documents of each batch."""
+
+    auto = "auto"
+    relay = "relay"
+    direct = "direct"
+    gather = "gather"
 
 
 class Kernel(StrEnum):
@@ -33,6 +46,14 @@ class Kernel(StrEnum):
     auto = "auto"
     reference = "reference"
     sdpa = "sdpa"
+    flash = "flash"
+
+
+class GradientWire(StrEnum):
+    """The dtype in which gradients of keys and values travel: that of accumulation, or (route=direct) bfloat16."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
 
 
 class ReduceGradients(StrEnum):
@@ -114,12 +135,32 @@ class ParallelConfig:
 
     data: int = -1  # ranks with different sequences; -1 = what remains
     sequence: int = 1  # ranks that share one sequence, split by tokens; attention rings over them
+    ulysses: int = 1  # of these, ranks that exchange tokens for heads before the ring, a divisor of sequence
     tensor: int = 1  # ranks that share each weight matrix
     shard: int = -1  # ranks over which states are sharded, a divisor of data × sequence; -1 = all of them
-    layout: Layout = Layout.zigzag
+    layout: Layout = Layout.auto
+    route: Route = Route.auto
+    prefetch: int = 0  # exchanges under way ahead of the hop that is computed, route=direct; 0 = what is fastest
+    buffer_blocks: int = 8  # largest buffers of the ring, in blocks of keys and values of one rank
+    gradient_wire: GradientWire = GradientWire.float32
     kernel: Kernel = Kernel.auto
     tensor_shards_activations: bool = True  # between its regions a rank keeps 1/tensor of the tokens
     reduce_gradients: ReduceGradients = ReduceGradients.last
+
+
+@dataclass(kw_only=True)
+class ClusterConfig:
+    """What the machines can do, which `auto` reckons with. Rates are what is reached, not what data sheets say."""
+
+    name: str = MISSING
+    node_gpus: int = MISSING  # ranks of one node
+    node_nics: int = MISSING  # network cards of one node that ranks share
+    link_bytes_per_second: float = MISSING  # inside a node, of one rank, one direction
+    nic_bytes_per_second: float = MISSING  # between nodes, of one network card, one direction
+    latency_seconds: float = MISSING  # of one message
+    attention_forward_flops: float = MISSING  # FLOP/s of the attention kernel on one rank
+    attention_backward_flops: float = MISSING
+    memory_bytes_per_second: float = MISSING  # of one rank's own memory
 
 
 @dataclass(kw_only=True)
@@ -193,6 +234,7 @@ class LoggingConfig:
 class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
     data: DataConfig = field(default_factory=DataConfig)
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -299,6 +341,7 @@ def check(config: TrainConfig) -> None:
     _check_ranges(config)
     _check_model(config.model)
     _check_tensor(config)
+    _check_ring(config)
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.schedule is Schedule.wsd and not 1 <= optimizer.decay_steps <= steps - optimizer.warmup_steps:
         raise ValueError(
@@ -320,11 +363,66 @@ def _check_tensor(config: TrainConfig) -> None:
             )
 
 
+def _check_ring(config: TrainConfig) -> None:
+    """What layout, route, Ulysses and the wire can do together."""
+    parallel, model = config.parallel, config.model
+    if parallel.sequence % parallel.ulysses:
+        raise ValueError(
+            f"parallel.ulysses={parallel.ulysses} does not divide parallel.sequence={parallel.sequence}: use "
+            f"{nearest_divisors(parallel.sequence, parallel.ulysses)}"
+        )
+    check_ulysses(model.num_heads // parallel.tensor, model.num_kv_heads // parallel.tensor, parallel.ulysses)
+    if parallel.prefetch and parallel.route is not Route.direct:
+        raise ValueError(
+            f"parallel.prefetch={parallel.prefetch} needs parallel.route=direct, not {parallel.route}: use "
+            "parallel.prefetch=0"
+        )
+    if parallel.prefetch + 1 > parallel.buffer_blocks:
+        raise ValueError(
+            f"parallel.prefetch={parallel.prefetch} needs {parallel.prefetch + 1} blocks of buffers, more than "
+            f"parallel.buffer_blocks={parallel.buffer_blocks}: use parallel.buffer_blocks={parallel.prefetch + 1}"
+        )
+    if parallel.gradient_wire is GradientWire.bfloat16:
+        if parallel.route is not Route.direct:
+            raise ValueError(
+                f"parallel.gradient_wire=bfloat16 needs parallel.route=direct, not {parallel.route}: on the other "
+                "routes gradients add up on the way, which bfloat16 would round at each rank"
+            )
+        if config.train.dtype is not Dtype.bfloat16:
+            raise ValueError(
+                f"parallel.gradient_wire=bfloat16 with train.dtype={config.train.dtype}: use train.dtype=bfloat16, or "
+                "parallel.gradient_wire=float32"
+            )
+
+
+def check_ulysses(num_heads: int, num_kv_heads: int, degree: int) -> None:
+    """Each rank of the exchange gets equally many query heads, and the key/value heads that these see.
+
+    Raises:
+        ValueError: naming the nearest degrees that work.
+    """
+
+    def fits(u: int) -> bool:
+        return u > 0 and num_heads % u == 0 and (num_kv_heads % u == 0 or u % num_kv_heads == 0)
+
+    if not fits(degree):
+        legal = [u for u in range(1, num_heads + 1) if fits(u)]
+        near = [u for u in legal if u < degree][-1:] + [u for u in legal if u > degree][:1]
+        raise ValueError(
+            f"parallel.ulysses={degree} cannot share {num_heads} query heads and {num_kv_heads} key/value heads of a "
+            f"rank: use {' or '.join(map(str, near))}"
+        )
+
+
 def _check_ranges(config: TrainConfig) -> None:
     model, optimizer, train = config.model, config.optimizer, config.train
     counts = {
         "parallel.sequence": config.parallel.sequence,
         "parallel.tensor": config.parallel.tensor,
+        "parallel.ulysses": config.parallel.ulysses,
+        "parallel.buffer_blocks": config.parallel.buffer_blocks,
+        "cluster.node_gpus": config.cluster.node_gpus,
+        "cluster.node_nics": config.cluster.node_nics,
         "data.vocab_size": config.data.vocab_size,
         "train.steps": train.steps,
         "train.micro_batch_size": train.micro_batch_size,
@@ -339,6 +437,7 @@ def _check_ranges(config: TrainConfig) -> None:
         "validation.sequences": config.validation.sequences,
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
+        "parallel.prefetch": config.parallel.prefetch,
         "optimizer.warmup_steps": optimizer.warmup_steps,
         "optimizer.decay_steps": optimizer.decay_steps,
     }
@@ -359,6 +458,14 @@ def _check_ranges(config: TrainConfig) -> None:
         "model.rope_theta": model.rope_theta,
         "model.init_std": model.init_std,
     }
+    rates = (
+        "link_bytes_per_second",
+        "nic_bytes_per_second",
+        "attention_forward_flops",
+        "attention_backward_flops",
+        "memory_bytes_per_second",
+    )
+    positive |= {f"cluster.{name}": getattr(config.cluster, name) for name in rates}
     if config.logging.peak_flops is not None:
         positive["logging.peak_flops"] = config.logging.peak_flops
     for key, value in positive.items():
@@ -434,6 +541,7 @@ class Degrees:
     tensor: int
     shard: int
     accumulation: int
+    ulysses: int = 1
 
     @property
     def world(self) -> int:
@@ -471,4 +579,4 @@ def resolve(config: TrainConfig, world_size: int) -> Degrees:
             f"train.global_batch_tokens={tokens} is not a multiple of train.micro_batch_size × data × "
             f"data.sequence_length = {micro}: use {' or '.join(map(str, legal))}"
         )
-    return Degrees(data, parallel.sequence, parallel.tensor, shard, tokens // micro)
+    return Degrees(data, parallel.sequence, parallel.tensor, shard, tokens // micro, parallel.ulysses)

@@ -13,15 +13,22 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from conf.schema import Dtype, Recompute, TrainConfig
 from model.attention import Attend
 from model.transformer import Transformer, initial_rows
-from parallel import ring
-from parallel.mesh import Axis, Mesh
+from parallel import ring, ulysses
+from parallel.mesh import Mesh
 from parallel.tensor import shard_over_tensor
 
+KEPT = [  # under Recompute.block: the nodes that exchange
+    torch.ops.longhaul.attend.default,
+    torch.ops.longhaul.to_heads.default,
+    torch.ops.longhaul.to_tokens.default,
+]
 
-def attend_over(axis: Axis, kernel: str) -> Attend:
-    """The model's `attend` hook: ring attention over `axis` with the named kernel."""
-    group_name = axis.group.group_name if axis.size > 1 else ""
-    return lambda q, k, v, plan: ring.attend(q, k, v, plan, group_name, kernel)[0]
+
+def attend_over(mesh: Mesh, kernel: str) -> Attend:
+    """The model's `attend` hook: ring attention over the sequence axis with the named kernel, inside Ulysses."""
+    name = mesh.ring.name
+    attend = lambda q, k, v, plan: ring.attend(q, k, v, plan, name, kernel)[0]  # noqa: E731
+    return ulysses.around(attend, mesh.ulysses.name, mesh.ulysses.size)
 
 
 def build_model(config: TrainConfig, mesh: Mesh, attend: Attend, device: torch.device) -> Transformer:
@@ -46,13 +53,13 @@ def parallelize(model: Transformer, mesh: Mesh, config: TrainConfig) -> Transfor
 def recompute(model: Transformer, policy: Recompute) -> None:
     """Has each layer keep less for its backward; see conf.schema.Recompute.
 
-    Under `block`, attention's (out, lse) are kept, so computing a layer again never runs the ring again.
+    Under `block`, what attention exchanged is kept, so computing a layer again never sends a byte again.
     """
     if policy is Recompute.none:
         return
     keep = {}
     if policy is Recompute.block:
-        keep["context_fn"] = partial(create_selective_checkpoint_contexts, [torch.ops.longhaul.attend.default])
+        keep["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
     for layer in model.layers:
         # No layer draws random numbers, so none need to be restored.
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **keep)

@@ -1,7 +1,8 @@
 """The only file that sends bytes: the exchanges of the ring, and the collectives of the tensor axis."""
 
+import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -58,36 +59,63 @@ class Pending(Protocol):
     def wait(self) -> None: ...
 
 
+Message = tuple[int, Tensor]  # a rank of the ring, and what is sent to it or received from it
+
+
 class Exchange(Protocol):
-    """How the ring reaches its neighbours: a value, so that tests can run all ranks in one process."""
+    """How a rank reaches the others of its ring: a value, so that tests can run all ranks in one process."""
 
     rank: int
     size: int
 
-    def start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], distance: int = 1) -> Pending:
-        """Begin to send to rank + distance and receive, in this order, from rank - distance (mod size)."""
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> Pending:
+        """Begin all of these at once. Messages between two ranks pair up in the order given."""
+        ...
+
+    def gather(self, into: Tensor, part: Tensor) -> Pending:
+        """Begin to bring every rank's part [...] into `into` [R, ...]."""
+        ...
+
+    def scatter_sum(self, into: Tensor, parts: Tensor) -> Pending:
+        """Begin to bring the sum over ranks of parts[rank] into `into`; parts is [R, ...]."""
         ...
 
 
 class PendingWorks:
     """The works of one batch: one per operation on gloo, one in all on NCCL; never index them."""
 
-    def __init__(self, works: list[dist.Work], on_cuda: bool):
+    def __init__(self, works: Sequence[dist.Work], peers: Sequence[int], on_cuda: bool):
         self.works = works
+        self.peers = peers  # of each operation
         self.on_cuda = on_cuda
 
     def wait(self) -> None:
-        """Return when this rank's part is done; on CUDA, when what comes next is ordered after it."""
+        """Return when this rank's part is done; on CUDA, when what comes next is ordered after it.
+
+        Raises RuntimeError, naming the peer, when one is gone or does not answer in time.
+        """
         exchange_clock.start(self.on_cuda)
-        for work in self.works:
-            work.wait()
+        for number, work in enumerate(self.works):
+            each = [self.peers[number]] if len(self.works) == len(self.peers) else self.peers
+            with naming(each):
+                work.wait()
         exchange_clock.stop(self.on_cuda)
 
 
-class RelayExchange:
-    """Exchanges between ranks of a process group that stand `distance` apart on a ring.
+@contextlib.contextmanager
+def naming(peers: Sequence[int], group: str = "the ring") -> Iterator[None]:
+    """Errors of the network say with whom this rank was exchanging."""
+    try:
+        yield
+    except RuntimeError as error:
+        names = ", ".join(map(str, sorted(set(peers))))
+        raise RuntimeError(f"exchange with rank {names} of {group} failed: {error}") from error
 
-    All operations of a slot go in one batch, so no order of ranks can deadlock, odd ring sizes included.
+
+class RingExchange:
+    """Exchanges between ranks of a process group, which should be the ring's own.
+
+    All operations of a start go in one batch, so no order of ranks can deadlock, odd ring sizes included.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -95,18 +123,61 @@ class RelayExchange:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def start(self, sends: Sequence[Tensor], receives: Sequence[Tensor], distance: int = 1) -> PendingWorks:
-        """Post one batch. Collective over the group: the same shapes, dtypes and distance on each rank.
+    def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> PendingWorks:
+        """Post one batch of contiguous tensors. Raises RuntimeError, here or in `wait`, when a peer is gone."""
+        batch, peers = [], []
+        for operation, messages in ((dist.isend, sends), (dist.irecv, receives)):
+            seen: dict[int, int] = {}
+            for peer, tensor in messages:
+                tag = seen[peer] = seen.get(peer, -1) + 1
+                batch.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag))
+                peers.append(peer)
+        with naming(peers):
+            return PendingWorks(dist.batch_isend_irecv(batch), peers, (*sends, *receives)[0][1].is_cuda)
 
-        Tensors are contiguous. Raises RuntimeError, here or in `wait`, when a peer is gone.
-        """
-        to, source = (self.rank + distance) % self.size, (self.rank - distance) % self.size
-        batch = [
-            dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag)
-            for operation, peer, tensors in ((dist.isend, to, sends), (dist.irecv, source, receives))
-            for tag, tensor in enumerate(tensors)
-        ]
-        return PendingWorks(dist.batch_isend_irecv(batch), (*sends, *receives)[0].is_cuda)
+    def gather(self, into: Tensor, part: Tensor) -> PendingWorks:
+        """Post one all-gather. Collective over the group."""
+        work = _all_gather(into.view(-1), part.view(-1), group=self.group, async_op=True)
+        return PendingWorks([work], range(self.size), into.is_cuda)
+
+    def scatter_sum(self, into: Tensor, parts: Tensor) -> PendingWorks:
+        """Post one reduce-scatter. Collective over the group."""
+        work = _reduce_scatter(into.view(-1), parts.view(-1), group=self.group, async_op=True)
+        return PendingWorks([work], range(self.size), into.is_cuda)
+
+    def warm_up(self, peers: Sequence[int], device: torch.device) -> None:
+        """Connect to `peers`, who connect to this rank. Collective: NCCL's first batch needs all ranks of a group."""
+        ones = torch.ones(1, device=device)
+        received = [(peer, torch.zeros(1, device=device)) for peer in peers]
+        if peers:
+            self.start([(peer, ones) for peer in peers], received).wait()
+        assert all(tensor.item() == 1 for _, tensor in received)
+
+
+def gather_numbers(numbers: Sequence[int], group: dist.ProcessGroup, device: torch.device) -> list[list[int]]:
+    """Every rank's numbers, equally many, by rank. Collective over `group`."""
+    mine = torch.tensor(numbers, dtype=torch.int64, device=device)
+    everyone = mine.new_empty((dist.get_world_size(group), len(numbers)))
+    _all_gather(everyone.view(-1), mine, group=group)
+    return everyone.tolist()
+
+
+# ------------------------------------------------------------------------------
+# The heads of Ulysses
+# ------------------------------------------------------------------------------
+
+
+def all_to_all(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x [ranks, …], row i for rank i -> [ranks, …], row i from rank i; outside autograd. Collective over `group`.
+
+    x is contiguous and has the same shape and dtype on each rank.
+    """
+    out = torch.empty_like(x)
+    exchange_clock.start(x.is_cuda)
+    with naming(range(len(x)), "the ulysses group"):
+        dist.all_to_all_single(out, x, group=group)
+    exchange_clock.stop(x.is_cuda)
+    return out
 
 
 # ------------------------------------------------------------------------------

@@ -23,13 +23,20 @@ class Axis:
     rank: int
     size: int
 
+    @property
+    def name(self) -> str:
+        """The group's name for the ops that exchange over it, "" for a rank alone."""
+        return self.group.group_name if self.size > 1 else ""
+
 
 @dataclass(frozen=True)
 class Mesh:
     """Axes of this rank; `parameters` is the DeviceMesh (replicate, shard, tensor) on which parameters are laid out."""
 
     data: Axis
-    sequence: Axis
+    sequence: Axis  # ulysses × ring, ulysses fastest
+    ulysses: Axis
+    ring: Axis
     tensor: Axis
     gradient: Axis
     world: Axis
@@ -63,10 +70,14 @@ def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: float = 600)
         for d in range(degrees.data)
     ]
     columns = range(degrees.tensor)
+    rows, width = range(degrees.sequence), degrees.ulysses
+    starts = rows[::width]
     return Mesh(
-        data=axis([[plane[s][t] for plane in grid] for s in range(degrees.sequence) for t in columns]),
-        # The ring has a group of its own: what it posts never queues behind another axis's collective.
+        data=axis([[plane[s][t] for plane in grid] for s in rows for t in columns]),
         sequence=axis([[row[t] for row in plane] for plane in grid for t in columns]),
+        ulysses=axis([[plane[s + i][t] for i in range(width)] for plane in grid for s in starts for t in columns]),
+        # The ring has a group of its own: what it posts never queues behind another axis's collective.
+        ring=axis([[plane[s][t] for s in rows[i::width]] for plane in grid for i in range(width) for t in columns]),
         tensor=Axis(parameters.get_group("tensor"), parameters.get_local_rank("tensor"), degrees.tensor),
         gradient=axis([[row[t] for plane in grid for row in plane] for t in columns]),
         world=Axis(dist.group.WORLD, rank, world_size),

@@ -1,25 +1,29 @@
 """Ring attention: the one loop, forward and backward, and the opaque op that a model calls.
 
-Key/value blocks travel round a ring of ranks while each rank computes with the block it has; what each rank
-computes at each hop is data (`parallel.schedule`), and so is how it reaches its neighbours
-(`parallel.collectives.Exchange`). Nothing here knows a layout or a mask.
+Key/value blocks travel among the ranks of a ring while each rank computes with those it has. What each rank computes at
+each hop, and what it sends and receives meanwhile, is data (`parallel.schedule`); how it reaches the others is a value
+(`parallel.collectives.Exchange`). Nothing here knows a layout, a mask or a route.
 
 Source: arXiv:2310.01889 (ring attention), arXiv:2405.18710 §3 (memory of the travelling gradients).
 """
 
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from model.kernels import reference, sdpa
-from model.kernels.tiles import accumulation_dtype, empty_gradients, empty_state
-from parallel.collectives import Exchange, RelayExchange
-from parallel.schedule import LOCAL_LENGTH, NUM_HOPS, NUM_RANKS, NUM_SEQUENCES, RANK, hop_starts
+from model.kernels import capability, flash, reference, sdpa
+from model.kernels.tiles import accumulation_dtype, empty_state
+from parallel.collectives import Exchange, RingExchange, gather_numbers
+from parallel.route import Route, peers
+from parallel.schedule import AGREEMENT, BUFFER_ROWS, HEAD_GROUPS, LOCAL_LENGTH, NUM_RANKS, NUM_SEQUENCES, RANK
+from parallel.traffic import Buffers, Program, begin
 
-KERNELS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa}
+KERNELS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flash": flash}
+BUFFERS: dict[str, Buffers] = defaultdict(Buffers)  # of each group: one pool for all layers
 
 
 class Alone:
@@ -28,30 +32,39 @@ class Alone:
     rank = 0
     size = 1
 
-    def start(self, sends, receives, distance=1):
+    def start(self, sends, receives):
         raise AssertionError("a ring of one rank has nothing to exchange")
+
+    gather = scatter_sum = start
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, kernel: ModuleType
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: Tensor,
+    exchange: Exchange,
+    kernel: ModuleType,
+    buffers: Buffers | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over all ranks' keys. Collective over the ring.
 
-    q [B, L, H, D], k, v [B, L, G, D], plan int64[1 + n, 8] on the host. Returns out [B, L, H, D] and
+    q [B, L, H, D], k, v [B, L, G, D], contiguous; plan int64[n, 8] on the host. Returns out [B, L, H, D] and
     lse [B, H, L] in the accumulation dtype, float32 or float64. Keys and values travel as one message, in their own
-    dtype and number of heads; the next block is on its way while this one is computed, in two buffers.
+    dtype and number of heads, while earlier ones are computed.
     """
-    hops = _hops(plan)
-    out, lse = empty_state(q)
-    here = torch.stack((k, v)) if len(hops) > 1 else (k, v)
-    spare = torch.empty_like(here) if len(hops) > 1 else None
-    for hop, tiles in enumerate(hops):
-        pending = exchange.start([here], [spare]) if hop + 1 < len(hops) else None
-        kernel.forward(q, here[0], here[1], tiles, into=(out, lse))
-        if pending is not None:
-            pending.wait()
-            here, spare = spare, here
-    return out, lse
+    program = Program(plan)
+    traffic = begin(program, exchange, buffers or Buffers(), k.flatten(0, 1), v.flatten(0, 1))
+    rows = q.flatten(0, 1)
+    out, lse = empty_state(rows)
+    for hop, tiles in enumerate(program.hops):
+        traffic.before(hop)
+        if len(tiles):
+            block = traffic.at(hop)
+            heads = block.heads(rows.shape[1])
+            kernel.forward(rows[:, heads], block.k, block.v, tiles, into=(out[:, heads], lse[heads]))
+        traffic.after(hop)
+    return out.view(q.shape), _by_sequence(lse, len(q))
 
 
 def backward(
@@ -64,46 +77,64 @@ def backward(
     plan: Tensor,
     exchange: Exchange,
     kernel: ModuleType,
+    buffers: Buffers | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `forward` given its final out and lse. Collective over the ring.
 
-    Shapes as in `forward`. Returns (dq, dk, dv) in the accumulation dtype. Keys and values go round once more.
-    A block's gradient follows it one slot behind, in the accumulation dtype: in slot h a rank sends on what
-    it finished at hop h - 1, receives what earlier ranks found for the block of hop h, and computes its own
-    part meanwhile. The last rank that a block visits sends the sum straight home, where the owner's own part
-    has stayed: it never travels.
+    Shapes as in `forward`. Returns (dq, dk, dv) in the accumulation dtype. Keys and values travel once more, and the
+    gradients found for a block follow one exchange behind, to its owner: on the way they add up in the accumulation
+    dtype. The owner's own part never travels.
     """
-    hops = _hops(plan)
-    dq, dk, dv = empty_gradients(q, k)
-    here = torch.stack((k, v)) if len(hops) > 1 else (k, v)
-    spare = torch.empty_like(here) if len(hops) > 1 else None
-    pending = exchange.start([here], [spare]) if len(hops) > 1 else None
-    kernel.backward(dout, q, k, v, out, lse, hops[0], into=(dq, dk, dv))
-    if pending is None:
-        return dq, dk, dv
-    pending.wait()
-    partial, arriving, leaving = (torch.empty(here.shape, dtype=dq.dtype, device=dq.device) for _ in range(3))
-    for hop, tiles in enumerate(hops[1:], start=1):
-        here, spare = spare, here
-        sends, receives = ([here], [spare]) if hop + 1 < len(hops) else ([], [])
-        if hop > 1:
-            sends, receives = [*sends, leaving], [*receives, arriving]
-        pending = exchange.start(sends, receives) if sends else None
-        partial.zero_()
-        kernel.backward(dout, q, here[0], here[1], out, lse, tiles, into=(dq, partial[0], partial[1]))
-        if pending is not None:
-            pending.wait()
-        if hop > 1:
-            partial.add_(arriving)
-        partial, leaving = leaving, partial
-    exchange.start([leaving], [arriving], distance=1 - len(hops)).wait()
-    return dq, dk.add_(arriving[0]), dv.add_(arriving[1])
+    program = Program(plan)
+    dtype = accumulation_dtype(q.dtype)
+    traffic = begin(program, exchange, buffers or Buffers(), k.flatten(0, 1), v.flatten(0, 1), gradients=dtype)
+    dout, rows, out = (x.flatten(0, 1) for x in (dout, q, out))
+    lse = lse.transpose(0, 1).flatten(1, 2)
+    dq = rows.new_zeros(rows.shape, dtype=dtype)
+    for hop in range(max(len(program.hops), program.num_batches)):
+        traffic.before(hop)
+        if hop < len(program.hops) and len(tiles := program.hops[hop]):
+            block, (dk, dv) = traffic.at(hop), traffic.gradients_at(hop)
+            heads = block.heads(rows.shape[1])
+            given = (dout[:, heads], rows[:, heads], block.k, block.v, out[:, heads], lse[heads])
+            kernel.backward(*given, tiles, into=(dq[:, heads], dk, dv))
+        traffic.after(hop)
+    return dq.view(q.shape), *(gradient.view(k.shape) for gradient in traffic.own_gradients())
 
 
-def _hops(plan: Tensor) -> list[Tensor]:
-    """The tiles of each hop."""
-    starts = hop_starts(plan.numpy()).tolist()
-    return [plan[start:stop] for start, stop in pairwise(starts)]
+def require_same_plan(
+    plans: Tensor | Sequence[Tensor],
+    group_name: str,
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> None:
+    """Refuses ranks whose plans were not made from the same arguments: they would wait for each other's other messages.
+
+    Collective over the ring, and to be called whenever a plan is new: one exchange of 8 bytes a plan. `device`: where
+    the group's tensors live. Raises ValueError on every rank, naming those that differ from rank 0.
+    """
+    if not group_name:
+        return
+    agreed = [plan[1, AGREEMENT].item() for plan in ([plans] if isinstance(plans, Tensor) else plans)]
+    first, *others = gather_numbers(agreed, _resolve_process_group(group_name), device)
+    differing = [rank for rank, numbers in enumerate(others, start=1) if numbers != first]
+    if differing:
+        names = ", ".join(map(str, differing))
+        raise ValueError(
+            f"the plan of rank {names} of the ring differs from that of rank 0: give parallel.schedule.plan the same "
+            "layout, mask, documents, lengths and route on every rank"
+        )
+
+
+def warm_up(group_name: str, route: Route, device: torch.device) -> None:
+    """Connects the ranks of a ring that `route` lets meet. Collective over the ring, before the first hop of a run."""
+    if group_name:
+        exchange = _exchange(group_name)
+        exchange.warm_up(peers(route, exchange.rank, exchange.size), device)
+
+
+def _by_sequence(lse: Tensor, batch: int) -> Tensor:
+    """[H, B · L] -> [B, H, L]"""
+    return lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
 
 @torch.library.custom_op("longhaul::attend", mutates_args=())
@@ -111,7 +142,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, group_name: str, kerne
     """Attention over a sequence that the ranks of a group share.
 
     Returns (out [B, L, H, D] in q's dtype, lse [B, H, L] in the accumulation dtype). q [B, L, H, D], k, v [B, L, G,
-    D] with G dividing H; `plan` is this rank's plan, int64[1 + n, 8] on the host, from `parallel.schedule.plan`;
+    D] with G dividing H; `plan` is this rank's plan, int64[n, 8] on the host, from `parallel.schedule.plan`;
     `group_name` names the process group of the ring, "" a ring of this rank alone; `kernel` is a name that
     `model.kernels.capability.choose` returned. Differentiable in q, k, v; lse is a by-product, not differentiable.
 
@@ -122,7 +153,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, group_name: str, kerne
     """
     exchange = _exchange(group_name)
     _check(q, k, v, plan, exchange, kernel)
-    out, lse = forward(q, k, v, plan, exchange, KERNELS[kernel])
+    out, lse = forward(q, k, v, plan, exchange, KERNELS[kernel], BUFFERS[group_name])
     return out.to(q.dtype), lse
 
 
@@ -139,10 +170,9 @@ def attend_backward(
     kernel: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attend`, in the dtypes of q, k and v. Collective over the group."""
-    if dout.stride(-1) != 1:
-        dout = dout.contiguous()
-    gradients = backward(dout, q, k, v, out, lse, plan, _exchange(group_name), KERNELS[kernel])
-    return tuple(gradient.to(q.dtype, memory_format=torch.contiguous_format) for gradient in gradients)
+    given = (dout.contiguous(), q, k, v, out, lse, plan)
+    gradients = backward(*given, _exchange(group_name), KERNELS[kernel], BUFFERS[group_name])
+    return tuple(gradient.to(q.dtype) for gradient in gradients)
 
 
 @attend.register_fake
@@ -176,7 +206,7 @@ attend.register_autograd(_attend_gradients, setup_context=_save_for_backward)
 
 
 def _exchange(group_name: str) -> Exchange:
-    return RelayExchange(_resolve_process_group(group_name)) if group_name else Alone()
+    return RingExchange(_resolve_process_group(group_name)) if group_name else Alone()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, kernel: str) -> None:
@@ -190,19 +220,23 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, ke
     kinds = [f"{x.dtype} on {x.device}" for x in (q, k, v)]
     if len(set(kinds)) > 1:
         raise ValueError(f"q, k, v differ: {', '.join(kinds)}: use one dtype and device")
-    strides = [x.stride() for x in (q, k, v)]
-    if any(stride[3] != 1 for stride in strides):
-        raise ValueError(f"q, k, v have strides {strides}: the last must be 1, use contiguous()")
+    if not all(x.is_contiguous() for x in (q, k, v)):
+        strides = ", ".join(str(x.stride()) for x in (q, k, v))
+        raise ValueError(f"q, k, v have strides {strides}: they must be contiguous, use contiguous()")
     if kernel not in KERNELS:
         raise ValueError(f"kernel={kernel} is unknown: use {' or '.join(KERNELS)}")
     _check_plan(plan, q, exchange)
+    rows, buffered = q.shape[0] * q.shape[1], plan[0, BUFFER_ROWS].item()
+    gathered = exchange.size if plan[1, HEAD_GROUPS] else 1
+    for elements in (q.numel(), 2 * (rows * gathered + buffered) * k.shape[2] * k.shape[3]):  # queries, and the arena
+        capability.refuse_large(elements, kernel, q.device.type)
 
 
 def _check_plan(plan: Tensor, q: Tensor, exchange: Exchange) -> None:
     """A plan of another rank, ring or shape would compute nonsense, or leave the others waiting."""
-    if plan.dtype != torch.int64 or plan.is_cuda or plan.dim() != 2 or plan.shape[1] != 8 or len(plan) < 1:
+    if plan.dtype != torch.int64 or plan.is_cuda or plan.dim() != 2 or plan.shape[1] != 8 or len(plan) < 2:
         given = f"{plan.dtype}{list(plan.shape)} on {plan.device}"
-        raise ValueError(f"plan is {given}: use int64[1 + tiles, 8] on the host")
+        raise ValueError(f"plan is {given}: use the table of parallel.schedule.plan, int64[n, 8] on the host")
     made_for = [plan[0, column].item() for column in (RANK, NUM_RANKS, NUM_SEQUENCES, LOCAL_LENGTH)]
     here = [exchange.rank, exchange.size, *q.shape[:2]]
     if made_for != here:
@@ -211,4 +245,3 @@ def _check_plan(plan: Tensor, q: Tensor, exchange: Exchange) -> None:
             f"the plan is for {words.format(*made_for)}, but this is {words.format(*here)}: "
             "make it with parallel.schedule.plan"
         )
-    assert 1 <= plan[0, NUM_HOPS] <= exchange.size

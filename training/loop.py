@@ -15,6 +15,7 @@ from data.stream import TokenStream
 from model.transformer import Transformer
 from parallel.collectives import all_total, exchange_clock
 from parallel.mesh import Mesh
+from parallel.ring import require_same_plan
 from training.checkpoint import Checkpoints
 from training.estimate import flops_per_sequence
 from training.metrics import MetricsLog, memory_bytes
@@ -62,7 +63,9 @@ def train_step(
 
     Raises:
         Unstable: before the weights are touched, where the loss or the gradient norm is not finite.
+        ValueError: where ranks that share a sequence have made different plans of it.
     """
+    require_same_plan([plan for batch in batches for plan in batch.plan.values()], mesh.sequence.name, device)
     tokens, causal, noncausal = all_total(_counts(batches, config, device), mesh.gradient.group).tolist()
     flops = (
         causal / mesh.sequence.size,

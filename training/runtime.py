@@ -158,6 +158,7 @@ class Rank:
     rank: int
     size: int
     device: torch.device
+    node_size: int = 0  # ranks on each node; 0 where nodes differ
 
     def say(self, message: str) -> None:
         """Prints on rank 0."""
@@ -195,7 +196,7 @@ def session(config: TrainConfig) -> Iterator[Rank]:
         error.add_note(f"{world.size} ranks did not meet at {world.rendezvous}: see MASTER_ADDR, MASTER_PORT")
         raise
     try:
-        yield Rank(world.rank, world.size, device)
+        yield Rank(world.rank, world.size, device, world.node_size)
         dist.barrier()
     except BaseException:
         if world.size == 1:

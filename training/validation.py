@@ -9,6 +9,7 @@ from data.stream import TokenStream
 from model.transformer import Transformer
 from parallel.collectives import all_total
 from parallel.mesh import Mesh
+from parallel.ring import require_same_plan
 
 
 class _FirstSequences:
@@ -54,6 +55,7 @@ class Validation:
             num_steps=-(-self.num_sequences // sequences),
         ) as loader:
             for (batch,) in loader:
+                require_same_plan(list(batch.plan.values()), self._mesh.sequence.name, device)
                 local = batch.to(device)
                 total[0] += model(local.tokens, local.positions, local.plan, local.labels).double()
                 total[1] += batch.valid_tokens

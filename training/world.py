@@ -9,13 +9,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class World:
-    """What a launcher says of this process; ranks meet at `rendezvous`, which is "" for one alone."""
+    """What a launcher says of this process; ranks meet at `rendezvous`, which is "" for one alone.
+
+    `local_size` ranks share the cores that this one sees; `node_size` ranks are on each node, 0 where nodes differ.
+    """
 
     rank: int
     size: int
     local_rank: int
     local_size: int = 1
     rendezvous: str = ""
+    node_size: int = 0
 
 
 def read_world(env: Mapping[str, str]) -> World | None:
@@ -44,7 +48,8 @@ def _torchrun_world(env: Mapping[str, str]) -> World:
         raise ValueError(f"MASTER_ADDR (not set) should name the host of rank 0: {cure}")
     if rank >= size:
         raise ValueError(f"RANK={rank} must be below WORLD_SIZE={size}: {cure}")
-    return World(rank, size, local_rank, int(env.get("LOCAL_WORLD_SIZE", 1)), "env://")
+    local_size = int(env.get("LOCAL_WORLD_SIZE", 1))
+    return World(rank, size, local_rank, local_size, "env://", 0 if size % local_size else local_size)
 
 
 def _srun_world(env: Mapping[str, str]) -> World:
@@ -54,8 +59,10 @@ def _srun_world(env: Mapping[str, str]) -> World:
     host = env.get("MASTER_ADDR") or first_host(nodes)
     port = env.get("MASTER_PORT") or port_of_job(job)
     # Such as "4(x2),3"; where Slurm has given each task cores of its own, they are not divided again.
-    tasks = "1" if "SLURM_CPUS_PER_TASK" in env else env.get("SLURM_STEP_TASKS_PER_NODE", "1")
-    return World(rank, size, local_rank, int(re.split(r"[(,]", tasks)[0]), f"tcp://{host}:{port}")
+    tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "1")
+    on_node = int(re.split(r"[(,]", tasks)[0])
+    local_size = 1 if "SLURM_CPUS_PER_TASK" in env else on_node
+    return World(rank, size, local_rank, local_size, f"tcp://{host}:{port}", 0 if "," in tasks else on_node)
 
 
 def _numbers(env: Mapping[str, str], names: list[str], cure: str) -> list[int]:

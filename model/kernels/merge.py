@@ -11,7 +11,7 @@ from torch import Tensor
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
     """Add a block's attention to a running state, in place.
 
-    out, block_out are [..., L, H, D] and lse, block_lse [..., H, L], all in the accumulation dtype. Empty
+    out, block_out are [N, H, D] and lse, block_lse [H, N], all in the accumulation dtype. Empty
     with empty stays (0, -inf); empty with x is x, bit for bit, in either order; no exponential is ever taken
     of a positive number.
 

@@ -17,10 +17,9 @@ ROW_BLOCK = 512  # rows whose scores exist at once: memory is H × ROW_BLOCK × 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, L, H, D] over the keys k, v [B, Lk, G, D] that `tiles` (int64[n, 8]) show, G
-    dividing H.
+    """Attention of q [N, H, D] over the keys k, v [M, G, D] that `tiles` (int64[n, 8]) show, G dividing H.
 
-    Returns (out [B, L, H, D], lse [B, H, L]), float32 (float64 for float64): 0 and -inf where a row meets no
+    Returns (out [N, H, D], lse [H, N]), float32 (float64 for float64): 0 and -inf where a row meets no
     key. With `into`, merges into that state in place instead, and returns it.
     """
     out, lse = empty_state(q) if into is None else into
@@ -31,9 +30,9 @@ def forward(
             block_out = torch.exp(scores - block_lse[..., None]) @ value
             rows = part.num_rows
             merge(
-                out[part.sequence, part.rows],
-                lse[part.sequence, :, part.rows],
-                block_out.reshape(-1, rows, q.shape[3]).transpose(0, 1),
+                out[part.rows],
+                lse[:, part.rows],
+                block_out.reshape(-1, rows, q.shape[2]).transpose(0, 1),
                 block_lse.reshape(-1, rows),
             )
     return out, lse
@@ -52,25 +51,25 @@ def backward(
     """Gradients of `forward` through these tiles, given the *global* out and lse: those over all keys a row
     ever sees.
 
-    dout, q, out [B, L, H, D], k, v [B, Lk, G, D], lse [B, H, L]. Returns (dq, dk, dv) in the accumulation
+    dout, q, out [N, H, D], k, v [M, G, D], lse [H, N]. Returns (dq, dk, dv) in the accumulation
     dtype, zero where no tile comes. With `into`, adds to those in place instead, and returns them.
 
         p = exp(q·kᵀ/√D - lse)                          dv = pᵀ·dout
         ds = p · (dout·vᵀ - rowsum(dout · out)) / √D    dq = ds·k       dk = dsᵀ·q
     """
     dq, dk, dv = empty_gradients(q, k) if into is None else into
-    scale = q.shape[3] ** -0.5
+    scale = q.shape[2] ** -0.5
     for tile in iterate(tiles):
         for part in _row_blocks(tile):
             dtype, query, key, value, scores = _scores(q, k, v, part)
             groups = key.shape[0]
-            grad = _grouped(dout[part.sequence, part.rows].to(dtype), groups)
-            final = _grouped(out[part.sequence, part.rows].to(dtype), groups)
-            weights = torch.exp(scores - lse[part.sequence, :, part.rows].reshape(groups, -1, part.num_rows, 1))
+            grad = _grouped(dout[part.rows].to(dtype), groups)
+            final = _grouped(out[part.rows].to(dtype), groups)
+            weights = torch.exp(scores - lse[:, part.rows].reshape(groups, -1, part.num_rows, 1))
             dscores = weights * (grad @ value.transpose(-1, -2) - (grad * final).sum(-1, keepdim=True)) * scale
-            dq[part.sequence, part.rows] += (dscores @ key).reshape(-1, part.num_rows, q.shape[3]).transpose(0, 1)
-            dk[part.sequence, part.columns] += (dscores.transpose(-1, -2) @ query).sum(1).transpose(0, 1)
-            dv[part.sequence, part.columns] += (weights.transpose(-1, -2) @ grad).sum(1).transpose(0, 1)
+            dq[part.rows] += (dscores @ key).reshape(-1, part.num_rows, q.shape[2]).transpose(0, 1)
+            dk[part.columns] += (dscores.transpose(-1, -2) @ query).sum(1).transpose(0, 1)
+            dv[part.columns] += (weights.transpose(-1, -2) @ grad).sum(1).transpose(0, 1)
     return dq, dk, dv
 
 
@@ -92,10 +91,10 @@ def _grouped(x: Tensor, groups: int) -> Tensor:
 def _scores(q: Tensor, k: Tensor, v: Tensor, part: Tile) -> tuple[torch.dtype, Tensor, Tensor, Tensor, Tensor]:
     """(dtype, query [G, H/G, rows, D], key, value [G, 1, columns, D], scores [G, H/G, rows, columns])."""
     dtype = accumulation_dtype(q.dtype)
-    query = _grouped(q[part.sequence, part.rows].to(dtype), k.shape[2])
-    key, value = (x[part.sequence, part.columns].to(dtype).transpose(0, 1).unsqueeze(1) for x in (k, v))
+    query = _grouped(q[part.rows].to(dtype), k.shape[1])
+    key, value = (x[part.columns].to(dtype).transpose(0, 1).unsqueeze(1) for x in (k, v))
     i = torch.arange(part.num_rows, device=q.device)[:, None]
     j = torch.arange(part.num_columns, device=q.device)[None, :]
     hidden = (j < i + part.lower) | (j > i + part.upper)
-    scores = (query @ key.transpose(-1, -2)) / math.sqrt(q.shape[3])
+    scores = (query @ key.transpose(-1, -2)) / math.sqrt(q.shape[2])
     return dtype, query, key, value, scores.masked_fill(hidden, -torch.inf)

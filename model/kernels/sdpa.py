@@ -1,9 +1,9 @@
 """Tiles of attention on PyTorch's own flash kernels, called through aten because only there the logsumexp
-comes along.
+comes along. On CUDA that is flash 2, driven by `varlen`; the rest of this page is about the CPU.
 
 Nothing aten gets wrong in silence ever reaches it: an empty q or k (a crash on CPU), a row without keys (lse
 0 there, NaN in backward), a last stride other than 1, a mask of another dtype than q. So a band is first cut
-into pieces that a kernel computes whole, or causally from the top left corner, or, at the far edge of a
+into pieces that the kernel computes whole, or causally from the top left corner, or, at the far edge of a
 window, under a small mask.
 """
 
@@ -11,17 +11,46 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from model.kernels.merge import merge
-from model.kernels.tiles import accumulation_dtype, empty_gradients, empty_state, iterate
+from model.kernels import launches, varlen
+from model.kernels.launches import Rows, numbers, turns
+from model.kernels.tiles import (
+    K_START,
+    K_STOP,
+    LOWER,
+    Q_START,
+    Q_STOP,
+    UPPER,
+    accumulation_dtype,
+    empty_gradients,
+    empty_state,
+    iterate,
+)
+from model.kernels.varlen import Launch
 from model.mask import is_full, trim
 
 ROW_BLOCK = 256  # rows of a window tile that are cut into pieces together; masks are at most about 3 × ROW_BLOCK wide
+MANY = 8  # tiles of a hop from which on small ones are computed together
+SMALL = 16  # most rows and columns of a small tile
+BATCH = 1024  # most tiles of one call: bounds the copies
 
+CPU = torch.device("cpu")
 _flash_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_varlen_cuda = torch.ops.aten._flash_attention_forward.default
+_varlen_cuda_backward = torch.ops.aten._flash_attention_backward.default
+
+
+class Batch(NamedTuple):
+    """A launch on CPU: the same piece of `count` tiles, their rows and keys one after another."""
+
+    rows: Rows
+    keys: Rows
+    count: int
+    piece: "Piece"
 
 
 class Piece(NamedTuple):
@@ -42,22 +71,17 @@ class Piece(NamedTuple):
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, into: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attention of q [B, L, H, D] over the keys k, v [B, Lk, G, D] that `tiles` (int64[n, 8]) show, G
-    dividing H.
+    """Attention of q [N, H, D] over the keys k, v [M, G, D] that `tiles` (int64[n, 8]) show, G dividing H.
 
-    Returns (out [B, L, H, D], lse [B, H, L]), float32 (float64 for float64): 0 and -inf where a row meets no
+    Returns (out [N, H, D], lse [H, N]), float32 (float64 for float64): 0 and -inf where a row meets no
     key. With `into`, merges into that state in place instead, and returns it. On CPU bfloat16 is computed in
     float32.
     """
-    out, lse = empty_state(q) if into is None else into
-    q, k, v = _operands(q, k, v)
-    call = _cuda_forward if q.is_cuda else _cpu_forward
-    for sequence, rows, columns, piece in _pieces(tiles, square=q.is_cuda):
-        block_out, block_lse = call(
-            q[sequence, rows][None], k[sequence, columns][None], v[sequence, columns][None], piece
-        )
-        merge(out[sequence, rows], lse[sequence, :, rows], block_out[0], block_lse[0])
-    return out, lse
+    state = empty_state(q) if into is None else into
+    if q.is_cuda:
+        return launches.forward(_cuda_forward, varlen.group(tiles, q.device), q, k, v, state)
+    (q,), (k, v) = _operands(q), _operands(k, v, tiles=tiles)
+    return launches.forward(_cpu_forward, _batches(tiles), q, k, v, state)
 
 
 def backward(
@@ -73,70 +97,101 @@ def backward(
     """Gradients of `forward` through these tiles, given the *global* out and lse: those over all keys a row
     ever sees.
 
-    dout, q, out [B, L, H, D], k, v [B, Lk, G, D], lse [B, H, L]. Returns (dq, dk, dv) in the accumulation
+    dout, q, out [N, H, D], k, v [M, G, D], lse [H, N]. Returns (dq, dk, dv) in the accumulation
     dtype, zero where no tile comes. With `into`, adds to those in place instead, and returns them.
     """
-    dq, dk, dv = empty_gradients(q, k) if into is None else into
-    dout, q, k, v, out = _operands(dout, q, k, v, out)
-    call = _cuda_backward if q.is_cuda else _cpu_backward
-    for sequence, rows, columns, piece in _pieces(tiles, square=q.is_cuda):
-        at_rows, at_columns = (
-            (x[sequence, rows][None] for x in (dout, q, out)),
-            (x[sequence, columns][None] for x in (k, v)),
-        )
-        grads = call(*at_rows, *at_columns, lse[sequence, :, rows][None], piece)
-        dq[sequence, rows] += grads[0][0]
-        dk[sequence, columns] += grads[1][0]
-        dv[sequence, columns] += grads[2][0]
-    return dq, dk, dv
+    gradients = empty_gradients(q, k) if into is None else into
+    if q.is_cuda:
+        given = dout, q, k, v, out.to(q.dtype), lse
+        return launches.backward(_cuda_backward, varlen.group(tiles, q.device), *given, gradients)
+    (dout, q, out), (k, v) = _operands(dout, q, out), _operands(k, v, tiles=tiles)
+    return launches.backward(_cpu_backward, _batches(tiles), dout, q, k, v, out, lse, gradients)
 
 
-def _operands(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """What the kernels are given: one dtype, last stride 1.
+def _operands(*tensors: Tensor, tiles: Tensor | None = None) -> tuple[Tensor, ...]:
+    """What the CPU kernel is given: the accumulation dtype, last stride 1. Keys are converted where tiles see them.
 
-    The CPU kernel's backward would accumulate dk, dv in bfloat16 (errors of 1e-2), so it never sees bfloat16.
+    Its backward would accumulate dk, dv in bfloat16 (errors of 1e-2), so it never sees bfloat16.
     """
-    dtype = tensors[1].dtype if tensors[1].is_cuda else accumulation_dtype(tensors[1].dtype)
-    tensors = tuple(tensor.to(dtype) for tensor in tensors)
-    return tuple(tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in tensors)
+    converted = []
+    for tensor in tensors:
+        dtype = accumulation_dtype(tensor.dtype)
+        if tensor.dtype != dtype or tensor.stride(-1) != 1:
+            wide = torch.empty(tensor.shape, dtype=dtype)
+            seen = slice(None) if tiles is None else _seen(tiles)
+            wide[seen] = tensor[seen]
+            tensor = wide
+        converted.append(tensor)
+    return tuple(converted)
 
 
-def _pieces(tiles: Tensor, square: bool) -> Iterator[tuple[int, slice, slice, Piece]]:
-    """All pieces of all tiles, with the rows and columns of q and k that they touch."""
+def _seen(tiles: Tensor) -> slice:
+    """The key rows between the first and the last that a tile touches."""
+    if len(tiles) == 0:
+        return slice(0, 0)
+    return slice(int(tiles[:, K_START].min()), int(tiles[:, K_STOP].max()))
+
+
+def _batches(tiles: Tensor) -> Iterator[Batch]:
+    """All pieces of all tiles. Small tiles of one shape are computed together: a call costs more than they do."""
+    if len(tiles) < MANY:
+        yield from _one_by_one(tiles)
+        return
+    table = tiles.numpy()
+    rows, columns = table[:, Q_STOP] - table[:, Q_START], table[:, K_STOP] - table[:, K_START]
+    small = (rows <= SMALL) & (columns <= SMALL)
+    yield from _one_by_one(tiles[~small])
+    shapes = np.stack((rows, columns, table[:, LOWER], table[:, UPPER]), axis=1)[small]
+    kinds, kind = np.unique(shapes, axis=0, return_inverse=True)
+    for number, shape in enumerate(kinds.tolist()):
+        yield from _alike(table[small][kind == number], shape)
+
+
+def _one_by_one(tiles: Tensor) -> Iterator[Batch]:
     for tile in iterate(tiles):
-        for piece in pieces(tile.num_rows, tile.num_columns, tile.lower, tile.upper, square):
+        for piece in pieces(tile.num_rows, tile.num_columns, tile.lower, tile.upper):
             row, column = tile.rows.start + piece.row, tile.columns.start + piece.column
-            yield tile.sequence, slice(row, row + piece.rows), slice(column, column + piece.columns), piece
+            yield Batch(slice(row, row + piece.rows), slice(column, column + piece.columns), 1, piece)
 
 
-def pieces(rows: int, columns: int, lower: int, upper: int, square: bool = False) -> Iterator[Piece]:
-    """Cut a trimmed tile into pieces that kernels compute directly; together they show exactly its visible
-    pairs.
+def _alike(table: np.ndarray, shape: list[int]) -> Iterator[Batch]:
+    """Tiles of one shape (rows, columns, lower, upper), together as far as they share no query row."""
+    table = table[np.argsort(table[:, Q_START], kind="stable")]
+    turn = turns(table[:, Q_START], table[:, Q_STOP])
+    for number in range(turn.max() + 1):
+        chosen = table[turn == number]
+        for start in range(0, len(chosen), BATCH):
+            part = chosen[start : start + BATCH]
+            one = np.ones(len(part), np.int64)
+            for piece in pieces(*shape):
+                rows = np.stack((part[:, Q_START] + piece.row, one * piece.rows, one), axis=1)
+                columns = np.stack((part[:, K_START] + piece.column, one * piece.columns, one), axis=1)
+                yield Batch(numbers(rows, CPU), numbers(columns, CPU), len(part), piece)
 
-    No piece has a row without a key. With `square`, causal pieces have as many rows as columns: kernels that
-    align the triangle to the bottom right corner then agree with those that align it to the top left.
+
+def pieces(rows: int, columns: int, lower: int, upper: int) -> Iterator[Piece]:
+    """Cut a trimmed tile into pieces that the CPU kernel computes directly; together they show exactly its
+    visible pairs.
+
+    No piece has a row without a key.
     """
     if is_full(rows, columns, lower, upper):
         yield Piece(0, rows, 0, columns, None, causal=False)
     elif lower <= 1 - rows:
-        yield from _causal_pieces(rows, columns, upper, square)
+        yield from _causal_pieces(rows, columns, upper)
     else:
         for row in range(0, rows, ROW_BLOCK):
-            yield from _window_pieces(row, min(ROW_BLOCK, rows - row), columns, lower + row, upper + row, square)
+            yield from _window_pieces(row, min(ROW_BLOCK, rows - row), columns, lower + row, upper + row)
 
 
-def _causal_pieces(rows: int, columns: int, upper: int, square: bool) -> Iterator[Piece]:
+def _causal_pieces(rows: int, columns: int, upper: int) -> Iterator[Piece]:
     """Columns that every row sees, then the triangle. A trimmed tile has upper >= 0."""
     if upper > 0:
         yield Piece(0, rows, 0, upper, None, causal=False)
-    triangle = columns - upper
-    if square and rows > triangle:
-        yield Piece(triangle, rows - triangle, upper, triangle, None, causal=False)
-        rows = triangle
-    yield Piece(0, rows, upper, triangle, (1 - rows, 0), causal=True)
+    yield Piece(0, rows, upper, columns - upper, (1 - rows, 0), causal=True)
 
 
-def _window_pieces(row: int, rows: int, columns: int, lower: int, upper: int, square: bool) -> Iterator[Piece]:
+def _window_pieces(row: int, rows: int, columns: int, lower: int, upper: int) -> Iterator[Piece]:
     """One block of rows of a window: the edge where old keys drop out, what all rows see, the causal edge.
 
     Where the middle is too narrow to be worth calls of its own, all of it is one masked piece.
@@ -160,7 +215,7 @@ def _window_pieces(row: int, rows: int, columns: int, lower: int, upper: int, sq
             int(cut.upper),
         )
         if low <= 1 - n:
-            for piece in pieces(n, m, low, high, square):
+            for piece in pieces(n, m, low, high):
                 yield piece._replace(row=piece.row + first, column=piece.column + column)
         else:
             yield Piece(first, n, column, m, (low, high), causal=False)
@@ -178,49 +233,67 @@ def _attn_mask(piece: Piece, dtype: torch.dtype) -> Tensor | None:
     return None if piece.causal or piece.band is None else _mask(piece.rows, piece.columns, *piece.band, dtype)
 
 
-def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """One call on [1, rows, H, D] and [1, columns, G, D]; aten takes the transposed views without a copy."""
-    mask = _attn_mask(piece, q.dtype)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out, lse = _flash_cpu(q, k, v, 0.0, piece.causal, attn_mask=mask)
-    return out.transpose(1, 2), lse
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """One call on [n, H, D] and [m, G, D]; aten takes the transposed views without a copy."""
+    mask = _attn_mask(batch.piece, q.dtype)
+    q, k, v = (_heads_first(x, batch.count) for x in (q, k, v))
+    out, lse = _flash_cpu(q, k, v, 0.0, batch.piece.causal, attn_mask=mask)
+    return out.transpose(1, 2).flatten(0, 1), lse.transpose(0, 1).flatten(1)
 
 
 def _cpu_backward(
-    dout: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, piece: Piece
+    dout: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, batch: Batch
 ) -> tuple[Tensor, ...]:
-    mask = _attn_mask(piece, q.dtype)
-    dout, q, out, k, v = (x.transpose(1, 2) for x in (dout, q, out, k, v))
-    grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, piece.causal, attn_mask=mask)
-    return tuple(grad.transpose(1, 2) for grad in grads)
+    mask = _attn_mask(batch.piece, q.dtype)
+    dout, q, out, k, v = (_heads_first(x, batch.count) for x in (dout, q, out, k, v))
+    lse = lse.unflatten(1, (batch.count, -1)).transpose(0, 1)
+    grads = _flash_cpu_backward(dout, q, k, v, out, lse, 0.0, batch.piece.causal, attn_mask=mask)
+    return tuple(grad.transpose(1, 2).flatten(0, 1) for grad in grads)
 
 
-def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, piece: Piece) -> tuple[Tensor, Tensor]:
-    """Flash 2 inside PyTorch: grouped heads as they are, lse in float32."""
-    assert piece.band is None or piece.causal, "windows are refused on CUDA by model.kernels.capability"
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, piece.causal, False
+def _heads_first(x: Tensor, count: int) -> Tensor:
+    """[count · n, H, D] -> [count, H, n, D]"""
+    return x.unflatten(0, (count, -1)).transpose(1, 2)
+
+
+def _cuda_forward(q: Tensor, k: Tensor, v: Tensor, launch: Launch) -> tuple[Tensor, Tensor]:
+    """Flash 2 inside PyTorch: q [n, H, D], k, v [m, G, D] -> out [n, H, D] in their dtype, lse [H, n] float32."""
+    out, lse, *_ = _varlen_cuda(
+        q,
+        k,
+        v,
+        launch.row_starts,
+        launch.key_starts,
+        launch.max_rows,
+        launch.max_keys,
+        0.0,
+        launch.causal,
+        False,
+        window_size_left=launch.left,
+        window_size_right=0 if launch.causal else -1,
     )
-    return out.float(), lse
+    return out, lse
 
 
 def _cuda_backward(
-    dout: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, piece: Piece
-) -> tuple[Tensor, ...]:
+    dout: Tensor, q: Tensor, out: Tensor, k: Tensor, v: Tensor, lse: Tensor, launch: Launch
+) -> tuple[Tensor, Tensor, Tensor]:
     unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # random state: there is no dropout
-    return torch.ops.aten._flash_attention_backward(
+    return _varlen_cuda_backward(
         dout,
         q,
         k,
         v,
         out,
         lse.contiguous(),
-        None,
-        None,
-        q.shape[1],
-        k.shape[1],
+        launch.row_starts,
+        launch.key_starts,
+        launch.max_rows,
+        launch.max_keys,
         0.0,
-        piece.causal,
+        launch.causal,
         unused,
         unused,
+        window_size_left=launch.left,
+        window_size_right=0 if launch.causal else -1,
     )

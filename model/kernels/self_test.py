@@ -10,8 +10,9 @@ from model.kernels import reference
 # Relative L2 error allowed. Kernels that read 16-bit inputs round probabilities to 16 bits: about 4e-3.
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
-# 48 queries meet 48 keys: a causal triangle, then rows that see all keys but the last ones (see parallel/schedule.py).
-TILES = [[0, 0, 0, 32, 0, 32, -31, 0], [0, 0, 32, 48, 0, 48, -15, 32]]
+# 64 queries meet 48 keys: a causal triangle; rows that see all keys but the last ones; a window whose last rows see
+# the last key (see parallel/schedule.py).
+TILES = [[0, 0, 32, 0, 32, -31, 0, 0], [0, 32, 48, 0, 48, -15, 32, 0], [0, 48, 64, 16, 48, 0, 20, 0]]
 
 
 def check(kernel: ModuleType, dtype: torch.dtype, device: torch.device, heads_per_group: int, head_dim: int) -> None:
@@ -22,10 +23,10 @@ def check(kernel: ModuleType, dtype: torch.dtype, device: torch.device, heads_pe
     """
     generator = torch.Generator().manual_seed(0)
 
-    def draw(heads: int) -> Tensor:
-        return torch.randn(1, 48, heads, head_dim, generator=generator, dtype=torch.float64).to(device, dtype)
+    def draw(rows: int, heads: int) -> Tensor:
+        return torch.randn(rows, heads, head_dim, generator=generator, dtype=torch.float64).to(device, dtype)
 
-    q, k, v, dout = draw(2 * heads_per_group), draw(2), draw(2), draw(2 * heads_per_group)
+    q, k, v, dout = draw(64, 2 * heads_per_group), draw(48, 2), draw(48, 2), draw(64, 2 * heads_per_group)
     tiles = torch.tensor(TILES)
     truth_inputs = [x.double() for x in (q, k, v)]
     out, lse = reference.forward(*truth_inputs, tiles)

@@ -6,11 +6,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Q_START, Q_STOP, K_START, K_STOP, LOWER, UPPER = range(1, 7)  # columns of a plan's rows, as in `parallel.schedule`
+
 
 class Tile(NamedTuple):
-    """One row of a plan: which queries of a sequence meet which keys, and their band (`model.mask`)."""
+    """One row of a plan: which query rows meet which key rows, and their band (`model.mask`)."""
 
-    sequence: int
     rows: slice
     columns: slice
     num_rows: int
@@ -25,21 +26,24 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def iterate(tiles: Tensor) -> Iterator[Tile]:
-    """The tiles of a plan's rows, int64[num_tiles, 8]; converted together: each is microseconds of work."""
-    for _, sequence, q_start, q_stop, k_start, k_stop, lower, upper in tiles.tolist():
+    """The tiles of a plan's rows, int64[num_tiles, 8] with the columns HOP … UPPER of `parallel.schedule`.
+
+    They are converted together: each is microseconds of work.
+    """
+    for _, q_start, q_stop, k_start, k_stop, lower, upper, _ in tiles.tolist():
         rows, columns = slice(q_start, q_stop), slice(k_start, k_stop)
-        yield Tile(sequence, rows, columns, q_stop - q_start, k_stop - k_start, lower, upper)
+        yield Tile(rows, columns, q_stop - q_start, k_stop - k_start, lower, upper)
 
 
 def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
-    """(out, lse) of queries [B, L, H, D] that have seen no key yet: zeros [B, L, H, D] and -inf [B, H, L]."""
+    """(out, lse) of queries [N, H, D] that have seen no key yet: zeros [N, H, D] and -inf [H, N]."""
     dtype = accumulation_dtype(q.dtype)
-    batch, length, heads, _ = q.shape
-    return q.new_zeros(q.shape, dtype=dtype), q.new_full((batch, heads, length), -torch.inf, dtype=dtype)
+    rows, heads, _ = q.shape
+    return q.new_zeros(q.shape, dtype=dtype), q.new_full((heads, rows), -torch.inf, dtype=dtype)
 
 
 def empty_gradients(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeroed (dq, dk, dv) in the accumulation dtype."""
+    """Zeroed (dq [N, H, D], dk, dv [M, G, D]) of q [N, H, D] and k [M, G, D], in the accumulation dtype."""
     dtype = accumulation_dtype(q.dtype)
     return (
         q.new_zeros(q.shape, dtype=dtype),

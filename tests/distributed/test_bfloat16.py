@@ -38,7 +38,7 @@ def gradients(dtype: str, micro_batch_size: int) -> tuple[float, dict[str, np.nd
     config = compose([f"{key}={value}" for key, value in options.items()])
     degrees = resolve(config, 1)
     mesh = build_mesh(degrees, "cpu")
-    model = build_model(config, mesh, attend_over(mesh.sequence, "sdpa"), torch.device("cpu"))
+    model = build_model(config, mesh, attend_over(mesh, "sdpa"), torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
     seen = {}
     optimizer.register_step_pre_hook(

@@ -11,16 +11,16 @@ import pytest
 import torch
 
 from conf.compose import compose
-from conf.schema import Layout, TrainConfig, resolve
+from conf.schema import TrainConfig, resolve
 from data.format import open_shard
 from data.loader import Loader
 from data.stream import TokenStream
 from parallel.apply import attend_over, build_model
 from parallel.mesh import build_mesh
+from parallel.take import Take
 from tests import dense
 from tests.harness import run_ranks
 from tests.shards import write_documents
-from train import taker
 from training.loop import train_step
 from training.optimizer import build_optimizer, learning_rate
 
@@ -62,22 +62,37 @@ def settings(variant: str, **more) -> TrainConfig:
     return compose([f"{key}={value}" for key, value in options.items()])
 
 
-def divisions(ranks: int) -> list[tuple[int, int, int, str]]:
-    """Every (data, sequence, tensor) of `ranks`, with every layout where there is a ring."""
+# layout, route, ulysses: every layout and every route, with and without Ulysses
+RINGS = [
+    ("zigzag", "relay", 1),
+    ("striped", "gather", 1),
+    ("balanced", "direct", 1),
+    ("contiguous", "direct", 2),
+]
+MORE_RINGS = [("auto", "auto", 1), ("balanced", "gather", 2), ("striped", "relay", 2), ("grouped", "direct", 1)]
+
+
+def divisions(ranks: int) -> list[tuple[int, int, int, str, str, int]]:
+    """Every (data, sequence, tensor) of `ranks`, with every layout and route where there is a ring (most for 8)."""
     sizes = [size for size in (1, 2, 4, 8) if size <= ranks]
     triples = [triple for triple in itertools.product(sizes, repeat=3) if triple[0] * triple[1] * triple[2] == ranks]
-    return [(*triple, layout) for triple in triples for layout in (list(Layout) if triple[1] > 1 else [Layout.zigzag])]
+    cases = []
+    for number, triple in enumerate(triples):
+        # Runs of eight ranks take long: each division leaves out one of the rings, another one each time.
+        rings = RINGS + MORE_RINGS if ranks < 8 else RINGS[: number % 4] + RINGS[number % 4 + 1 :]
+        cases += [(*triple, *ring) for ring in (rings if triple[1] > 1 else RINGS[:1])]
+    return cases
 
 
 def train_on(folder: Path, config: TrainConfig, ranks: int):
     """Losses and norms of each step, and the final weights, as this rank sees them."""
     degrees = resolve(config, ranks)
     mesh = build_mesh(degrees, "cpu")
-    model = build_model(config, mesh, attend_over(mesh.sequence, "sdpa"), torch.device("cpu"))
+    model = build_model(config, mesh, attend_over(mesh, "sdpa"), torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
     loader = Loader(
         TokenStream(open_shard(folder), LENGTH, seed=3),
-        taker(config, mesh),
+        Take(config, mesh),
         micro_batch_size=config.train.micro_batch_size,
         accumulation=degrees.accumulation,
         data_rank=mesh.data.rank,
@@ -95,22 +110,24 @@ def train_on(folder: Path, config: TrainConfig, ranks: int):
     return losses, norms, weights
 
 
-def train_all(folder: Path, variant: str, cases: list[tuple[int, int, int, str]], ranks: int):
+def train_all(folder: Path, variant: str, cases: list[tuple[int, int, int, str, str, int]], ranks: int):
     """Runs in each rank: all cases one after another. What every rank saw must agree, so all are returned."""
     torch.manual_seed(0)
     results = {}
-    for data, sequence, tensor, layout in cases:
+    for case in cases:
+        data, sequence, tensor, layout, route, ulysses = case
         config = settings(
             variant,
             parallel__data=data,
             parallel__sequence=sequence,
             parallel__tensor=tensor,
             parallel__layout=layout,
+            parallel__route=route,
+            parallel__ulysses=ulysses,
             # The one-process run takes a step in eight micro-batches; these take it in two, or in one to save time.
             train__micro_batch_size=max(1, SEQUENCES // data // (2 if ranks < 8 else 1)),
         )
-        losses, norms, weights = train_on(folder, config, ranks)
-        results[data, sequence, tensor, layout] = losses, norms, weights
+        results[case] = train_on(folder, config, ranks)
     return results
 
 
@@ -172,7 +189,7 @@ def first_weights():
 def initial(variant: str):
     config = settings(variant)
     mesh = build_mesh(resolve(config, 1), "cpu")
-    model = build_model(config, mesh, attend_over(mesh.sequence, "sdpa"), torch.device("cpu"))
+    model = build_model(config, mesh, attend_over(mesh, "sdpa"), torch.device("cpu"))
     return {name: parameter.full_tensor().detach().numpy() for name, parameter in model.named_parameters()}
 
 
@@ -189,7 +206,13 @@ def test_every_division_equals_one_process(ranks, folder, alone):
 @pytest.mark.parametrize("variant", ["qwen", "windows", "replicas"])
 def test_variants_divide_too(variant, folder, alone):
     """C046: tied weights stay tied; windows end the ring early; replicas and whole activations change nothing."""
-    cases = [(1, 2, 2, Layout.zigzag), (2, 2, 1, Layout.striped), (1, 4, 1, Layout.contiguous)]
+    cases = [
+        (1, 2, 2, "zigzag", "relay", 1),
+        (2, 2, 1, "striped", "relay", 1),
+        (1, 4, 1, "contiguous", "direct", 1),
+        (1, 4, 1, "balanced", "direct", 2),
+        (1, 4, 1, "auto", "auto", 1),
+    ]
     results = run_ranks(train_all, 4, folder, variant, cases, 4, timeout=300)
     for case in cases:
         for rank in range(4):

@@ -1,6 +1,6 @@
-"""The ring against dense float64 attention, all ranks in one process; and the mistakes it must catch."""
+"""The ring against dense float64 attention, all ranks in one process: out, dq, dk and dv, each for itself."""
 
-from types import SimpleNamespace
+from itertools import combinations, product
 
 import pytest
 import torch
@@ -9,29 +9,47 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from model.kernels import reference, sdpa
 from model.mask import Mask
 from parallel import ring
-from parallel.layout import LAYOUTS, chunks, global_index, padded_length
-from parallel.schedule import NUM_HOPS, plan
-from tests import oracle
-from tests.threads import Network, QueueExchange, ring_attention
+from parallel.layout import LAYOUTS
+from parallel.route import Route
+from parallel.schedule import plan
+from tests import cases, oracle
+from tests.cases import (
+    ALL_LAYOUTS,
+    EACH_ROUTE,
+    GROUPS,
+    HEAD_DIM,
+    MASKS,
+    ROUTES,
+    TOLERANCE,
+    Case,
+    assert_true,
+    random_inputs,
+    relative_errors,
+)  # fmt: skip
+from tests.threads import ring_attention
 
-PRIME, HEADS, HEAD_DIM = 67, 4, 8
-TOLERANCE = {
-    torch.float64: 1e-12,
-    torch.float32: 1e-5,
-}  # of the largest value: rounding of a few hundred terms
+KERNELS = {"sdpa": sdpa, "reference": reference}
+RANKS = (1, 2, 3, 4, 5, 6, 8)
 
-# name -> (documents of two sequences as a function of (length, local length), window); a sum below the length
-# is padding
-MASKS = {
-    "causal": (lambda t, n: [(t,), (t,)], None),
-    "documents": (lambda t, n: [(20, 1, 1, 30, t - 52), (5, 9, t - 14)], None),
-    "borders": (lambda t, n: [(n,) * (t // n) + ((t % n,) if t % n else ()), (t,)], None),
-    "padding": (lambda t, n: [(30, 11), ()], None),
-    "window-1": (lambda t, n: [(t,), (t - 3,)], 1),
-    "window<n": (lambda t, n: [(t,), (40, t - 40)], 5),
-    "window=n": (lambda t, n: [(t,), (40, t - 40)], "n"),
-    "window>n": (lambda t, n: [(t,), (2, 50, t - 52)], "n+7"),
-}
+# Everything else is multiplied out; these go round, seventeen of them, so that each meets each value of the rest.
+VARIANTS = [*product(GROUPS, (torch.float64, torch.float32), KERNELS), (2, torch.float64, "sdpa")]
+
+
+def all_cases():
+    combined = [
+        (layout, ranks, route, mask, nodes)
+        for ranks in RANKS
+        for layout in ALL_LAYOUTS
+        for route, nodes in cases.routes_of(ranks)
+        for mask in MASKS
+    ]
+    every = [Case(*combination, *VARIANTS[n % len(VARIANTS)]) for n, combination in enumerate(combined)]
+    return [case for n, case in enumerate(every) if case.ranks != 6 or n % 3 == 0]  # six: for nodes of two and of three
+
+
+CASES: dict[tuple[str, int], list[Case]] = {}
+for each in all_cases():
+    CASES.setdefault((each.layout, each.ranks), []).append(each)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -43,45 +61,34 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def random_inputs(length, groups=2, dtype=torch.float64, seed=0, heads=HEADS, batch=2):
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v, dout = (
-        torch.randn(batch, length, h, HEAD_DIM, generator=generator, dtype=torch.float64)
-        for h in (heads, groups, groups, heads)
-    )
-    return [x.to(dtype) for x in (q, k, v, dout)]
+@pytest.mark.parametrize(("layout", "ranks"), CASES)
+def test_equals_dense(layout, ranks):
+    """All routes and masks, prime length, padding, ranks and rows that see nothing (C002, C011, C031)."""
+    for case in CASES[layout, ranks]:
+        held, documents, window = cases.dealt(layout, ranks, case.mask)
+        inputs = cases.padded_inputs(case.groups, case.dtype, documents, held.padded_length)
+        try:
+            got = ring_attention(inputs, held, documents, window, ranks, KERNELS[case.kernel], route=case.how)
+        except Exception as error:
+            error.add_note(str(case))
+            raise
+        assert {x.dtype for x in got} == {case.dtype}
+        assert_true(got, documents, window, case.groups, case.dtype, str(case))
 
 
-def case(layout, ranks, mask):
-    """(padded length, documents, window) of a named mask."""
-    padded = padded_length(layout, PRIME, ranks)
-    local = padded // ranks
-    documents, window = MASKS[mask]
-    if isinstance(window, str):
-        window = local + (7 if window.endswith("+7") else 0)
-    return padded, documents(PRIME, local), window
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_equals_dense(layout, ranks, mask):
-    """out, dq, dk, dv: 4, 2, 1 key/value heads, prime length, padding, rows that see nothing (C002, C011)."""
-    padded, documents, window = case(layout, ranks, mask)
-    seen = oracle.visible(documents, padded, window)
-    for groups, kernel, dtype in (
-        (1, sdpa, torch.float64),
-        (2, sdpa, torch.float64),
-        (4, sdpa, torch.float32),
-        (2, reference, torch.float64),
-    ):
-        inputs = random_inputs(padded, groups, dtype)
-        got = ring_attention(inputs, layout, documents, window, ranks, kernel)
-        assert all(x.dtype == dtype for x in got)
-        context = f"{kernel.__name__}, {groups} groups"
-        oracle.assert_close(got, oracle.dense(*inputs, seen), TOLERANCE[dtype], context)
-        for x in got:  # padding sees nothing and is seen by nobody
-            assert all(x[n, sum(lengths) :].eq(0).all() for n, lengths in enumerate(documents))
+def test_each_two_values_of_the_matrix_meet():
+    """Thousands of cases; what is missing are nodes in rings that cannot be cut into several of several ranks."""
+    every = [case._replace(nodes=0) for case in all_cases()]
+    factors = [sorted({case[n] for case in every}, key=str) for n in range(len(Case._fields))]
+    assert [len(values) for values in factors] == [len(ALL_LAYOUTS), 7, 9, 10, 1, 4, 2, 2] and len(every) > 2900
+    met = {(a, b) for case in every for a, b in combinations(enumerate(case), 2)}
+    apart = [
+        (x, y)
+        for a, b in combinations(range(len(factors)), 2)
+        for x, y in product(factors[a], factors[b])
+        if ((a, x), (b, y)) not in met
+    ]
+    assert sorted(apart) == sorted(product((1, 2, 3, 5), [route for route in ROUTES if "via" in route]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -94,204 +101,78 @@ def test_chunks_of_several_kernel_blocks(layout, window):
     oracle.assert_close(got, oracle.dense(*inputs, oracle.visible(documents, length, window)), 1e-12)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("inputs_kind", ["peaked", "rising", "falling", "huge"])
-def test_inputs_that_force_rescaling(layout, inputs_kind):
+@pytest.mark.parametrize("kind", ["peaked", "rising", "falling", "huge"])
+def test_inputs_that_force_rescaling(kind):
     """C001: running maxima that rise or fall from hop to hop, near one-hot rows, logits up to 1e4."""
-    length = 64
+    length, documents = 64, [(64,), (10, 54)]
     q, k, v, dout = random_inputs(length)
     ramp = torch.linspace(0, 1, length, dtype=torch.float64)[None, :, None, None]
-    if inputs_kind == "peaked":
+    if kind == "peaked":
         q = q * 30
-    elif inputs_kind == "huge":
-        q = q * (1e4 / (q[:, :, :, None] * k[:, :, None, :1]).sum(-1).abs().max() * HEAD_DIM**0.5)
+    elif kind == "huge":
+        logits = torch.einsum("bihd,bjhd->bhij", q, k.repeat_interleave(2, dim=2)) / HEAD_DIM**0.5
+        q = q * (1e4 / logits.abs().max())
     else:
         q = q.abs()
-        k = k.abs() * (ramp if inputs_kind == "rising" else 1 - ramp) * 40
-    documents = [(length,), (10, 54)]
-    got = ring_attention([q, k, v, dout], layout, documents, None, 4, sdpa)
-    assert all(x.isfinite().all() for x in got)
-    # a logit of size s carries an error of s · 1e-16 into its weight
+        k = k.abs() * (ramp if kind == "rising" else 1 - ramp) * 40
     want = oracle.dense(q, k, v, dout, oracle.visible(documents, length, None))
-    oracle.assert_close(got, want, 1e-10)
+    for layout, route in product(LAYOUTS, EACH_ROUTE):
+        got = ring_attention([q, k, v, dout], layout, documents, None, 4, sdpa, route=route)
+        assert all(x.isfinite().all() for x in got)
+        oracle.assert_close(got, want, 1e-10, f"{layout} {route}")  # a logit of size s is off by s · 1e-16
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_documents_and_the_past_are_isolated_bit_for_bit(layout):
+@pytest.mark.parametrize("route", EACH_ROUTE)
+def test_documents_and_the_past_are_isolated_bit_for_bit(route):
     """C031, C032: one document never reaches another, and what comes later never what was before."""
     length, documents = 64, [(30, 34)]
     inputs = random_inputs(length, batch=1)
-    run = lambda x: ring_attention(x, layout, documents, None, 4, sdpa)  # noqa: E731
-    before = run(inputs)
-    for first, second in ((slice(0, 30), slice(30, 64)), (slice(30, 64), slice(0, 30))):
-        changed = [x.clone() for x in inputs]
-        for x, other in zip(changed, random_inputs(length, batch=1, seed=9), strict=True):
-            x[:, first] = other[:, first] * 50
-        after = run(changed)
-        assert all(torch.equal(a[:, second], b[:, second]) for a, b in zip(after, before, strict=True))
-        assert not torch.equal(after.out[:, first], before.out[:, first])
-    for token in (1, 29, 45):
-        changed = [x.clone() for x in inputs]
-        for x in changed[:3]:
-            x[:, token:] += 1
-        assert torch.equal(run(changed).out[:, :token], before.out[:, :token])
+    for layout in LAYOUTS:
+        run = lambda x: ring_attention(x, layout, documents, None, 4, sdpa, route=route)  # noqa: B023, E731
+        before = run(inputs)
+        for first, second in ((slice(0, 30), slice(30, 64)), (slice(30, 64), slice(0, 30))):
+            changed = [x.clone() for x in inputs]
+            for x, other in zip(changed, random_inputs(length, batch=1, seed=9), strict=True):
+                x[:, first] = other[:, first] * 50
+            after = run(changed)
+            assert all(torch.equal(a[:, second], b[:, second]) for a, b in zip(after, before, strict=True))
+            assert not any(torch.equal(a[:, first], b[:, first]) for a, b in zip(after, before, strict=True))
+        for token in (1, 29, 45):
+            changed = [x.clone() for x in inputs]
+            for x in changed[:3]:
+                x[:, token:] += 1
+            assert torch.equal(run(changed).out[:, :token], before.out[:, :token])
 
 
-def test_error_does_not_grow_with_ranks():
-    """bfloat16 inputs against float64 on the same inputs: what adds up over hops does so in float32."""
-    length = 256
-    inputs = random_inputs(length, 2, torch.bfloat16, batch=1)
-    want = oracle.dense(*inputs, oracle.visible([(length,)], length, None))
-    error = {}
-    for ranks in (1, 8):
-        got = ring_attention(inputs, "zigzag", [(length,)], None, ranks, sdpa)
-        error[ranks] = [((a - b).norm() / b.norm()).item() for a, b in zip(got, want, strict=True)]
-    assert all(many <= 1.05 * one + 1e-6 for one, many in zip(error[1], error[8], strict=True)), error
+def test_packed_equals_apart():
+    """C032: documents in one sequence over several ranks, and each alone on one."""
+    length, lengths = 64, (20, 44)
+    inputs = random_inputs(length, batch=1)
+    packed = ring_attention(inputs, "zigzag", [lengths], None, 4, sdpa)
+    for start, count in ((0, 20), (20, 44)):
+        part = slice(start, start + count)
+        alone = ring_attention([x[:, part] for x in inputs], "contiguous", [(count,)], None, 1, sdpa)
+        for a, b in zip(packed, alone, strict=True):
+            torch.testing.assert_close(a[:, part], b, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-@pytest.mark.parametrize(("layout", "window"), [("zigzag", None), ("striped", None), ("contiguous", 4)])
-def test_traffic_is_what_the_plan_says(layout, window, ranks):
-    """Messages and bytes of each rank: grouped heads, K and V in one, gradients one hop behind and home."""
-    local, groups = 12, 1
-    length = local * ranks
-    network = Network()
-    inputs = random_inputs(length, groups, torch.bfloat16)
-    ring_attention(inputs, layout, [(length,)] * 2, window, ranks, sdpa, network)
-    hops = int(plan(layout, Mask(window), [(length,)] * 2, length, length, ranks, 0)[0, NUM_HOPS])
-    assert hops == (2 if window else ranks)
-    block = 2 * 2 * local * groups * HEAD_DIM  # K and V of two sequences, in numbers
-    for rank in range(ranks):
-        sent = [entry for entry in network.log if entry[0] == rank]
-        # forward; backward: keys in slots 0 … hops - 2, gradients in 2 … hops - 1, and once more to get home
-        assert len(sent) == (hops - 1) + (hops + 1 if hops > 2 else 2)
-        assert sum(entry[3] for entry in sent) == (hops - 1) * block * (2 + 2 + 4)
-        assert sent[0][2] == [(2, 2, local, groups, HEAD_DIM)]
-        assert [entry[1] for entry in sent] == [1] * (len(sent) - 1) + [1 - hops]
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
+def test_error_does_not_grow_with_ranks(ranks):
+    """bfloat16 inputs: what adds up over hops does so in float32, so a float32 wire costs nothing."""
+    one = relative_errors(1, Route())
+    for route in EACH_ROUTE if ranks < 64 else [Route(), Route("direct", depth=2, node_ranks=8)]:
+        many = relative_errors(ranks, route)
+        # 1e-6: the error of out, which is not cast here, is float32's own rounding
+        assert all(b <= 1.05 * a + 1e-6 for a, b in zip(one, many, strict=True)), (route, one, many)
 
 
-def test_the_next_block_is_on_its_way_before_this_one_is_computed():
-    events = []
-
-    class Recorded(QueueExchange):
-        def start(self, sends, receives, distance=1):
-            events.append((self.rank, "start"))
-            pending = super().start(sends, receives, distance)
-            return SimpleNamespace(wait=lambda: (events.append((self.rank, "wait")), pending.wait()))
-
-    def recorded(rank):
-        def compute(call):
-            return lambda *args, **into: (events.append((rank, "compute")), call(*args, **into))[1]
-
-        return SimpleNamespace(forward=compute(sdpa.forward), backward=compute(sdpa.backward))
-
-    ring_attention(random_inputs(24), "zigzag", [(24,)] * 2, None, 3, recorded, exchange=Recorded)
-    hop = ["start", "compute", "wait"]
-    for rank in range(3):
-        assert [what for who, what in events if who == rank] == hop * 2 + ["compute"] + hop * 3 + [
-            "start",
-            "wait",
-        ]
-
-
-def mutant_kernel(**replaced):
-    return SimpleNamespace(**{"forward": sdpa.forward, "backward": sdpa.backward, **replaced})
-
-
-def per_hop_delta(rank):
-    def backward(dout, q, k, v, out, lse, tiles, into):
-        block_out, _ = sdpa.forward(q, k, v, tiles)
-        return sdpa.backward(dout, q, k, v, block_out, lse, tiles, into=into)
-
-    return mutant_kernel(backward=backward)
-
-
-def per_hop_lse(rank):
-    def backward(dout, q, k, v, out, lse, tiles, into):
-        _, block_lse = sdpa.forward(q, k, v, tiles)
-        return sdpa.backward(dout, q, k, v, out, block_lse, tiles, into=into)
-
-    return mutant_kernel(backward=backward)
-
-
-def local_keys_in_backward(rank):
-    own = []
-
-    def backward(dout, q, k, v, out, lse, tiles, into):
-        own.append((k.clone(), v.clone()))
-        return sdpa.backward(dout, q, *own[0], out, lse, tiles, into=into)
-
-    return mutant_kernel(backward=backward)
-
-
-def low_precision_output(rank):
-    def forward(q, k, v, tiles, into):
-        out, lse = sdpa.forward(q, k, v, tiles, into=into)
-        return out.copy_(out.bfloat16()), lse
-
-    return mutant_kernel(forward=forward)
-
-
-def low_precision_dq(rank):
-    def backward(dout, q, k, v, out, lse, tiles, into):
-        grads = sdpa.backward(dout, q, k, v, out, lse, tiles, into=into)
-        grads[0].copy_(grads[0].bfloat16())
-        return grads
-
-    return mutant_kernel(backward=backward)
-
-
-class LosesTheLastGradientHop(QueueExchange):
-    def start(self, sends, receives, distance=1):
-        pending = super().start(sends, receives, distance)
-        if distance < 0:  # dk and dv on their way home
-            return SimpleNamespace(wait=lambda: (pending.wait(), [x.zero_() for x in receives]))
-        return pending
-
-
-class KeepsAStaleBuffer(QueueExchange):
-    """At the second exchange the block of the first is still there."""
-
-    def start(self, sends, receives, distance=1):
-        number = sum(entry[0] == self.rank for entry in self.network.log)
-        stale = sends[0].clone()
-        pending = super().start(sends, receives, distance)
-        return SimpleNamespace(wait=lambda: (pending.wait(), number == 1 and receives[0].copy_(stale)))
-
-
-class RoundsGradientsOnTheWire(QueueExchange):
-    def start(self, sends, receives, distance=1):
-        return super().start([x.bfloat16().to(x.dtype) for x in sends], receives, distance)
-
-
-MUTANTS = {
-    "delta of the hop": {"kernel": per_hop_delta},
-    "lse of the hop": {"kernel": per_hop_lse},
-    "local keys in backward": {"kernel": local_keys_in_backward},
-    "bfloat16 out": {"kernel": low_precision_output},
-    "bfloat16 dq": {"kernel": low_precision_dq},
-    "dropped last gradient hop": {"exchange": LosesTheLastGradientHop},
-    "stale buffer": {"exchange": KeepsAStaleBuffer},
-    "bfloat16 on the wire": {"exchange": RoundsGradientsOnTheWire},
-    "window one too wide": {"planned_window": 21},
-    "window one too narrow": {"planned_window": 19},
-    "window dropped": {"planned_window": None},
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mutant", MUTANTS)
-def test_mutants_are_caught(mutant, layout):
-    """The comparison of `test_equals_dense` in float32 fails for each mistake others have made (C011)."""
-    length, window = 64, 20
-    inputs = random_inputs(length, 2, torch.float32)
-    documents = [(length,), (30, 34)]
-    want = oracle.dense(*inputs, oracle.visible(documents, length, window))
-    arguments = (inputs, layout, documents, window, 4)
-    oracle.assert_close(ring_attention(*arguments, sdpa), want, TOLERANCE[torch.float32])
-    mutated = ring_attention(*arguments, **{"kernel": sdpa, **MUTANTS[mutant]})
-    with pytest.raises(AssertionError, match="is off by"):
-        oracle.assert_close(mutated, want, TOLERANCE[torch.float32])
+@pytest.mark.parametrize(("ranks", "growth"), [(2, 1.25), (4, 1.25), (8, 1.25), (64, 1.4)])
+def test_a_bfloat16_wire_costs_little(ranks, growth):
+    """Each partial gradient is rounded once, and summed in float32: of what the op returns, in bfloat16."""
+    one = relative_errors(1, Route(), torch.bfloat16)
+    many = relative_errors(ranks, Route("direct", narrow=True), torch.bfloat16)
+    assert all(b <= growth * a for a, b in zip(one, many, strict=True)), (one, many)
+    assert many[2] > 1.01 * one[2] and many[3] > 1.01 * one[3], "nothing was rounded on the wire"
 
 
 def local_case(dtype=torch.float64, length=23, documents=((23,), (4, 15)), window=None):
@@ -367,39 +248,20 @@ def test_recompute_that_saves_the_op_never_runs_it_again(saves, monkeypatch):
 
 def test_bad_input_is_refused_before_anything_is_computed():
     (q, k, v), _, table = local_case()
+    made_for = lambda length, ranks: torch.from_numpy(  # noqa: E731
+        plan("striped", Mask(), [(length,)] * 2, length, length, ranks, 0)
+    )
     attend = lambda q=q, k=k, v=v, table=table, kernel="sdpa": ring.attend(q, k, v, table, "", kernel)  # noqa: E731
     for arguments, message in (
         ({"k": k[:, :5]}, "do not fit together: use q"),
         ({"q": q[:, :, :3]}, "2 key/value heads do not divide 3 query heads"),
         ({"v": v.float()}, "q, k, v differ: torch.float64 on cpu, .*torch.float32 on cpu"),
-        ({"q": q.transpose(2, 3).contiguous().transpose(2, 3)}, "the last must be 1"),
-        ({"kernel": "flash"}, "kernel=flash is unknown: use reference or sdpa"),
-        ({"table": table.int()}, "use int64"),
-        (
-            {"table": torch.from_numpy(plan("striped", Mask(), [(46,)] * 2, 46, 46, 2, 0))},
-            "the plan is for rank 0 of 2",
-        ),
-        (
-            {"table": torch.from_numpy(plan("striped", Mask(), [(22,)] * 2, 22, 22, 1, 0))},
-            "2 sequences of 22 tokens, but this is",
-        ),
+        ({"q": q.transpose(1, 2).contiguous().transpose(1, 2)}, r"have strides \(736, 8, 184, 1\), .* use contiguous"),
+        ({"kernel": "mine"}, "kernel=mine is unknown: use reference or sdpa"),
+        ({"table": table.int()}, "use the table of parallel.schedule.plan, int64"),
+        ({"table": table[:1]}, r"plan is torch.int64\[1, 8\]"),
+        ({"table": made_for(46, 2)}, "the plan is for rank 0 of 2"),
+        ({"table": made_for(22, 1)}, "2 sequences of 22 tokens, but this is"),
     ):
         with pytest.raises(ValueError, match=message):
             attend(**arguments)
-
-
-def test_packed_equals_apart():
-    """C032: documents in one sequence over several ranks, and each alone on one."""
-    length, lengths = 64, (20, 44)
-    inputs = random_inputs(length, batch=1)
-    packed = ring_attention(inputs, "zigzag", [lengths], None, 4, sdpa)
-    for start, count in ((0, 20), (20, 44)):
-        part = slice(start, start + count)
-        alone = ring_attention([x[:, part] for x in inputs], "contiguous", [(count,)], None, 1, sdpa)
-        for a, b in zip(packed, alone, strict=True):
-            torch.testing.assert_close(a[:, part], b, rtol=0, atol=1e-12)
-
-
-def test_the_index_that_tests_use_is_the_layouts():
-    """The oracle's global order comes from the layout, so one case is written by hand."""
-    assert global_index(chunks("zigzag", 8, 2, 0)).tolist() == [0, 1, 6, 7]

@@ -47,13 +47,13 @@ def no_scontrol(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_torchrun_says_who_we_are() -> None:
-    assert read_world(TORCHRUN) == World(5, 8, 1, 4, "env://")
+    assert read_world(TORCHRUN) == World(5, 8, 1, 4, "env://", 4)
 
 
 def test_torchrun_wins_over_slurm() -> None:
     """C104: torchrun inside a Slurm step."""
-    assert read_world(SRUN | TORCHRUN) == World(5, 8, 1, 4, "env://")
-    assert read_world(BATCH_STEP | TORCHRUN) == World(5, 8, 1, 4, "env://")
+    assert read_world(SRUN | TORCHRUN) == World(5, 8, 1, 4, "env://", 4)
+    assert read_world(BATCH_STEP | TORCHRUN) == World(5, 8, 1, 4, "env://", 4)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_half_a_torchrun_is_refused(change: dict[str, str | None], words: str) -
 
 def test_srun_says_who_we_are(no_scontrol: Path) -> None:
     """Ranks meet on the first node of the step, which can be another than the job's."""
-    assert read_world(SRUN) == World(5, 8, 1, 4, "tcp://n07:24567")
+    assert read_world(SRUN) == World(5, 8, 1, 4, "tcp://n07:24567", 4)
 
 
 def test_srun_meets_where_the_script_says() -> None:
@@ -181,7 +181,7 @@ def test_more_ranks_than_the_machine_holds(overrides: list[str], devices: int, w
 @pytest.mark.parametrize(
     ("world", "devices", "index"),
     [
-        (World(5, 8, 1, 4, "env://"), 4, 1),
+        (World(5, 8, 1, 4, "env://", 4), 4, 1),
         (World(5, 8, 1, 4, "tcp://n1:20007"), 4, 1),
         (World(5, 8, 1, 4, "tcp://n1:20007"), 1, 0),  # srun --gpus-per-task=1
         (World(0, 1, 0), 1, 0),

@@ -80,6 +80,12 @@ REFUSED = {
     "parallel.data=0": "-1 for what remains",
     "run.name=a/b": "run.name='a/b'",
     "checkpoint.keep=-1": "use 0 or more",
+    "parallel.ulysses=3": "does not divide parallel.sequence=1: use 1",
+    "parallel.prefetch=2": "needs parallel.route=direct, not auto: use parallel.prefetch=0",
+    "parallel.prefetch=-1": "use 0 or more",
+    "parallel.buffer_blocks=0": "use 1 or more",
+    "parallel.gradient_wire=bfloat16": "needs parallel.route=direct, not auto",
+    "cluster.nic_bytes_per_second=0": "must be a number above 0",
 }
 
 
@@ -91,6 +97,20 @@ def test_refused_with_the_key_and_a_legal_choice(override):
     message = str(caught.value)
     assert REFUSED[override] in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["parallel.sequence=3", "parallel.ulysses=3"], "4 query heads and 2 key/value heads of a rank: use 2 or 4"),
+        (["parallel.route=direct", "parallel.prefetch=8"], "needs 9 blocks .* use parallel.buffer_blocks=9"),
+        (["parallel.route=direct", "parallel.gradient_wire=bfloat16"], "use train.dtype=bfloat16, or"),
+    ],
+)
+def test_what_the_ring_cannot_do_is_refused(overrides, words):
+    """C028, and options that would be ignored."""
+    with pytest.raises(ValueError, match=words):
+        compose(overrides)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +130,7 @@ def test_refused_for_the_number_of_ranks(overrides, ranks, words):
 
 def test_axes_fill_the_ranks():
     degrees = resolve(compose(["parallel.sequence=2", "parallel.tensor=2", "train.global_batch_tokens=65536"]), 8)
-    assert dataclasses.astuple(degrees) == (2, 2, 2, 4, 4)
+    assert dataclasses.astuple(degrees) == (2, 2, 2, 4, 4, 1)
 
 
 def test_no_option_names_code():

@@ -33,7 +33,7 @@ def test_wrong_causal_alignment_is_refused():
 
     def forward(q, k, v, tiles):
         tiles = tiles.clone()
-        tiles[1, 7] -= 1
+        tiles[1, 6] -= 1
         return sdpa.forward(q, k, v, tiles)
 
     kernel = SimpleNamespace(__name__="kernels.wrong", forward=forward, backward=sdpa.backward)
