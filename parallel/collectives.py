@@ -126,7 +126,9 @@ class RingExchange:
     def start(self, sends: Sequence[Message], receives: Sequence[Message]) -> PendingWorks:
         """Post one batch of contiguous tensors. Raises RuntimeError, here or in `wait`, when a peer is gone."""
         batch, peers = [], []
-        for operation, messages in ((dist.isend, sends), (dist.irecv, receives)):
+        # Receives first: gloo's word that a buffer is ready would else queue behind the data that this rank sends, and
+        # the two directions of a link take turns.
+        for operation, messages in ((dist.irecv, receives), (dist.isend, sends)):
             seen: dict[int, int] = {}
             for peer, tensor in messages:
                 tag = seen[peer] = seen.get(peer, -1) + 1

@@ -7,6 +7,7 @@ each hop, and what it sends and receives meanwhile, is data (`parallel.schedule`
 Source: arXiv:2310.01889 (ring attention), arXiv:2405.18710 §3 (memory of the travelling gradients).
 """
 
+import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
 from types import ModuleType
@@ -24,6 +25,7 @@ from parallel.traffic import Buffers, Program, begin
 
 KERNELS: dict[str, ModuleType] = {"reference": reference, "sdpa": sdpa, "flash": flash}
 BUFFERS: dict[str, Buffers] = defaultdict(Buffers)  # of each group: one pool for all layers
+_GIVEN: dict[str, set[str]] = defaultdict(set)  # of each group: shapes and dtypes that all of its ranks were given
 
 
 class Alone:
@@ -149,10 +151,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, group_name: str, kerne
     Collective over the group, in forward and in backward. One opaque node for torch.compile and for selective
     recompute, which can save (out, lse) and never send a byte twice.
 
-    Raises ValueError for shapes, dtypes or a plan that do not fit together, before anything is sent.
+    Raises ValueError for shapes, dtypes or a plan that do not fit together, before anything is sent. At the first call
+    all ranks raise where one does, and whenever shapes or dtypes are new, where those of the ranks differ.
     """
     exchange = _exchange(group_name)
-    _check(q, k, v, plan, exchange, kernel)
+    _check_everywhere(q, k, v, plan, exchange, kernel, group_name)
     out, lse = forward(q, k, v, plan, exchange, KERNELS[kernel], BUFFERS[group_name])
     return out.to(q.dtype), lse
 
@@ -207,6 +210,33 @@ attend.register_autograd(_attend_gradients, setup_context=_save_for_backward)
 
 def _exchange(group_name: str) -> Exchange:
     return RingExchange(_resolve_process_group(group_name)) if group_name else Alone()
+
+
+def _check_everywhere(
+    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, kernel: str, group_name: str
+) -> None:
+    """`_check`, and where these shapes and dtypes are new, whether all ranks were given the same."""
+    refusal = None
+    try:
+        _check(q, k, v, plan, exchange, kernel)
+    except ValueError as error:
+        refusal = error
+    facts = f"{kernel}: " + ", ".join(f"{x.dtype}{list(x.shape)}" for x in (q, k, v))
+    alone = refusal and _GIVEN[group_name]  # the others are not at their first call, and would not answer
+    if group_name and facts not in _GIVEN[group_name] and not alone:
+        number = 0 if refusal else int.from_bytes(hashlib.blake2b(facts.encode(), digest_size=7).digest(), "little")
+        numbers = [one for (one,) in gather_numbers([number], _resolve_process_group(group_name), q.device)]
+        others = [rank for rank, one in enumerate(numbers) if one != numbers[exchange.rank]]
+        if others and refusal is None:
+            names = ", ".join(map(str, others))
+            raise ValueError(
+                f"rank {exchange.rank} of the ring was given {facts}; rank {names} something else, or what it refuses: "
+                "give all ranks q, k, v of the same shapes and dtypes, and the same kernel"
+            )
+        if refusal is None:
+            _GIVEN[group_name].add(facts)
+    if refusal is not None:
+        raise refusal
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, kernel: str) -> None:

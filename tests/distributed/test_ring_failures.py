@@ -168,3 +168,27 @@ def plans_that_differ(others):
 def test_ranks_with_other_plans_are_named_everywhere(world_size, others):
     """Before anything is sent, as a ValueError on every rank."""
     run_ranks(plans_that_differ, world_size, others)
+
+
+def odd_tensors(change):
+    """Rank 1's tensors, or its kernel, are not those of the others: nobody computes anything."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    table = torch.from_numpy(plan("zigzag", Mask(), [(LOCAL * ranks,)] * 2, LOCAL * ranks, LOCAL * ranks, ranks, rank))
+    q, k, v, _ = random_inputs(LOCAL)
+    kernel = "sdpa"
+    if rank == 1 and change == "dtype":
+        q, k, v = q.float(), k.float(), v.float()
+    elif rank == 1 and change == "heads":
+        k, v = k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1)
+    elif rank == 1 and change == "kernel":
+        kernel = "reference"
+    elif rank == 1:  # something that it refuses by itself
+        q = q.transpose(1, 2).contiguous().transpose(1, 2) if change == "strides" else q[:, :-2].contiguous()
+    words = "contiguous" if change == "strides" else "do not fit" if change == "length" else "was given"
+    with pytest.raises(ValueError, match=words if rank == 1 else "rank 1 something else"):
+        ring.attend(q, k, v, table, dist.group.WORLD.group_name, kernel)
+
+
+@pytest.mark.parametrize("change", ["dtype", "heads", "kernel", "strides", "length"])
+def test_other_tensors_on_one_rank_are_refused_on_all(change):
+    run_ranks(odd_tensors, 3, change)
