@@ -5,6 +5,7 @@
 Under torchrun or srun each process is one rank; started alone, this script starts the local processes it needs.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from parallel.mesh import build_mesh
 from parallel.ring import KERNELS, warm_up
 from parallel.take import Take
 from training import estimate, runtime
-from training.agreement import require_equal, together
+from training.agreement import on_all_ranks, require_equal, together
 from training.checkpoint import Checkpoints
 from training.loop import Progress, train
 from training.metrics import MetricsLog, peak_flops
@@ -48,9 +49,11 @@ def run(config: TrainConfig) -> None:
         if progress.step >= config.train.steps:
             rank.say(complete(config, progress))
             return
-        with MetricsLog(config, rank.rank, progress.step) as metrics, runtime.started():
+        with MetricsLog(config, rank.rank, progress.step) as metrics, ExitStack() as stack:
             metrics.say(banner(config, degrees, kernel, rank.device, progress))
-            take = Take(config, mesh, rank.node_size, metrics.say)
+            sizes = on_all_ranks(lambda: rank.node_size)
+            take = Take(config, mesh, sizes[0] if len(set(sizes)) == 1 else 0, metrics.say)
+            stack.enter_context(runtime.started())
             warm_up(mesh.ring.name, take.usual_route, rank.device)
             loader = Loader(
                 stream,
@@ -121,6 +124,7 @@ def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.dev
     length = int(config.data.sequence_length)
     per_step = degrees.accumulation * degrees.data * config.train.micro_batch_size * length
     inside = f" (ulysses {degrees.ulysses} × ring)" if degrees.ulysses > 1 else ""
+    doubt = ", which has no GPUs: name yours" if (device.type, config.cluster.name) == ("cuda", "laptop") else ""
     start = f"after step {progress.step}" if progress.step else "from the first weights"
     return "\n".join(
         [
@@ -129,7 +133,7 @@ def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.dev
             f"ranks    {degrees.world} on {device.type} = data {degrees.data} × sequence {degrees.sequence}{inside} × "
             f"tensor {degrees.tensor}; states sharded over {degrees.shard}",
             f"ring     {config.parallel.layout} layout, {config.parallel.route} route, {kernel} kernel; "
-            f"recompute {config.train.recompute}",
+            f"recompute {config.train.recompute}; auto reckons with cluster={config.cluster.name}{doubt}",
             f"tokens   sequences of {length:,} from {config.data.root}/{config.data.name}; {per_step:,} a step",
         ]
     )

@@ -141,7 +141,10 @@ class ParallelConfig:
     layout: Layout = Layout.auto
     route: Route = Route.auto
     prefetch: int = 0  # exchanges under way ahead of the hop that is computed, route=direct; 0 = what is fastest
-    buffer_blocks: int = 8  # largest buffers of the ring, in blocks of keys and values of one rank
+    buffer_blocks: int = (
+        8  # keys and values of others that a rank holds at once, in blocks of a rank; their gradients in
+    )
+    # backward take as much room again, in float32
     gradient_wire: GradientWire = GradientWire.float32
     kernel: Kernel = Kernel.auto
     tensor_shards_activations: bool = True  # between its regions a rank keeps 1/tensor of the tokens
@@ -377,11 +380,6 @@ def _check_ring(config: TrainConfig) -> None:
             f"parallel.prefetch={parallel.prefetch} needs parallel.route=direct, not {parallel.route}: use "
             "parallel.prefetch=0"
         )
-    if parallel.prefetch + 1 > parallel.buffer_blocks:
-        raise ValueError(
-            f"parallel.prefetch={parallel.prefetch} needs {parallel.prefetch + 1} blocks of buffers, more than "
-            f"parallel.buffer_blocks={parallel.buffer_blocks}: use parallel.buffer_blocks={parallel.prefetch + 1}"
-        )
     if parallel.gradient_wire is GradientWire.bfloat16:
         if parallel.route is not Route.direct:
             raise ValueError(
@@ -470,10 +468,16 @@ def _check_ranges(config: TrainConfig) -> None:
         positive["logging.peak_flops"] = config.logging.peak_flops
     for key, value in positive.items():
         if not 0 < value < math.inf:
-            raise ValueError(f"{key}={value} must be a number above 0: its default is {_default(key)}")
-    for key, value in {"weight_decay": optimizer.weight_decay, "clip_norm": optimizer.clip_norm}.items():
+            default = _default(key)
+            usual = "" if default == MISSING else f": its default is {default}"
+            raise ValueError(f"{key}={value} must be a number above 0{usual}")
+    for key, value in {
+        "optimizer.weight_decay": optimizer.weight_decay,
+        "optimizer.clip_norm": optimizer.clip_norm,
+        "cluster.latency_seconds": config.cluster.latency_seconds,
+    }.items():
         if not 0 <= value < math.inf:
-            raise ValueError(f"optimizer.{key}={value} must not be negative: use 0 to do without")
+            raise ValueError(f"{key}={value} must not be negative: use 0 to do without")
     for key, value in {"beta1": optimizer.beta1, "beta2": optimizer.beta2}.items():
         if not 0 <= value < 1:
             raise ValueError(f"optimizer.{key}={value} must be at least 0 and below 1: {_default('optimizer.' + key)}")

@@ -121,7 +121,7 @@ def candidates(ring: Ring, layout: str, route: str, depth: int, narrow: bool) ->
         routes.append(Route("gather", head_groups=ring.shape.num_kv_heads))
     useful = {
         "relay": ("zigzag", "striped"),  # it passes whole blocks by everybody: where all have something to do with them
-        "direct": ("contiguous", "zigzag", "grouped", "balanced"),
+        "direct": ("contiguous", "zigzag", "grouped", "balanced", "striped"),
         "gather": ("zigzag", "balanced"),
     }
     for way in routes:

@@ -1,6 +1,7 @@
-"""The only file that sends bytes: the exchanges of the ring, and the collectives of the tensor axis."""
+"""The only file that sends bytes: exchanges of the ring, of Ulysses, and the collectives of the tensor axis."""
 
 import contextlib
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -109,7 +110,8 @@ def naming(peers: Sequence[int], group: str = "the ring") -> Iterator[None]:
         yield
     except RuntimeError as error:
         names = ", ".join(map(str, sorted(set(peers))))
-        raise RuntimeError(f"exchange with rank {names} of {group} failed: {error}") from error
+        kind = type(error) if isinstance(error, dist.DistError) else RuntimeError  # it decides the exit code
+        raise kind(f"exchange with rank {names} of {group} failed: {error}") from error
 
 
 class RingExchange:
@@ -135,7 +137,11 @@ class RingExchange:
                 batch.append(dist.P2POp(operation, tensor, group=self.group, group_peer=peer, tag=tag))
                 peers.append(peer)
         with naming(peers):
-            return PendingWorks(dist.batch_isend_irecv(batch), peers, (*sends, *receives)[0][1].is_cuda)
+            works = dist.batch_isend_irecv(batch)
+        on_cuda = (*sends, *receives)[0][1].is_cuda
+        if not on_cuda and hasattr(os, "sched_yield"):
+            os.sched_yield()  # gloo's thread has to answer the peers, and may share this core with the kernel
+        return PendingWorks(works, peers, on_cuda)
 
     def gather(self, into: Tensor, part: Tensor) -> PendingWorks:
         """Post one all-gather. Collective over the group."""

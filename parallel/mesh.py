@@ -19,7 +19,7 @@ from conf.schema import Degrees
 class Axis:
     """One direction of the mesh, seen from this rank."""
 
-    group: dist.ProcessGroup
+    group: dist.ProcessGroup | None  # None: Ulysses or the ring of a rank alone
     rank: int
     size: int
 
@@ -57,7 +57,9 @@ def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: float = 600)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size == degrees.world, (world_size, degrees)
 
-    def axis(peers: list[list[int]]) -> Axis:
+    def axis(peers: list[list[int]], needed: bool = True) -> Axis:
+        if not needed:
+            return Axis(None, 0, 1)
         group, _ = dist.new_subgroups_by_enumeration(peers, timeout=timeout)
         mine = next(ranks for ranks in peers if rank in ranks)
         return Axis(group, mine.index(rank), len(mine))
@@ -75,9 +77,14 @@ def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: float = 600)
     return Mesh(
         data=axis([[plane[s][t] for plane in grid] for s in rows for t in columns]),
         sequence=axis([[row[t] for row in plane] for plane in grid for t in columns]),
-        ulysses=axis([[plane[s + i][t] for i in range(width)] for plane in grid for s in starts for t in columns]),
+        ulysses=axis(
+            [[plane[s + i][t] for i in range(width)] for plane in grid for s in starts for t in columns], width > 1
+        ),
         # The ring has a group of its own: what it posts never queues behind another axis's collective.
-        ring=axis([[plane[s][t] for s in rows[i::width]] for plane in grid for i in range(width) for t in columns]),
+        ring=axis(
+            [[plane[s][t] for s in rows[i::width]] for plane in grid for i in range(width) for t in columns],
+            width < degrees.sequence,
+        ),
         tensor=Axis(parameters.get_group("tensor"), parameters.get_local_rank("tensor"), degrees.tensor),
         gradient=axis([[row[t] for plane in grid for row in plane] for t in columns]),
         world=Axis(dist.group.WORLD, rank, world_size),

@@ -50,7 +50,7 @@ def messages(
     """
     stay = _Stay(layout, low, high, trip, route, rank)
     buffer_rows = stay.allocate(layout.local_rows)
-    rows = [*_clears(stay, trip, route, rank)]
+    rows = [*_clears(stay)]
     for table, send, receive in (
         (trip.keys, SEND_KEYS, RECEIVE_KEYS),
         (trip.gradients, SEND_GRADIENTS, RECEIVE_GRADIENTS),
@@ -112,7 +112,7 @@ class _Stay:
 
     def __init__(self, layout: Layout, low: np.ndarray, high: np.ndarray, trip: Tour, route: Route, rank: int):
         self.layout, self.low, self.high, self.rank = layout, low, high, rank
-        self.width, self.relay = route.width(layout.ranks), route.name == "relay"
+        self.width = route.width(layout.ranks)
         self.chunks_of = np.searchsorted(layout.rank, np.arange(layout.ranks + 1))
         self.buffers: dict[int, Buffer] = {}
         depth = route.depth
@@ -198,7 +198,7 @@ class _Stay:
         return np.concatenate([self.base_of(block) for block in range(self.layout.ranks)])
 
 
-def _clears(stay: _Stay, trip: Tour, route: Route, rank: int) -> list[tuple[int, int, int, int, int]]:
+def _clears(stay: _Stay) -> list[tuple[int, int, int, int, int]]:
     """Gradients are zeroed where a buffer is first computed with, or gets those of a node-mate."""
     return [
         (CLEAR, buffer.gradients_life[0], -1, buffer.address, buffer.address + buffer.rows)

@@ -111,8 +111,9 @@ def require_same_plan(
 ) -> None:
     """Refuses ranks whose plans were not made from the same arguments: they would wait for each other's other messages.
 
-    Collective over the ring, and to be called whenever a plan is new: one exchange of 8 bytes a plan. `device`: where
-    the group's tensors live. Raises ValueError on every rank, naming those that differ from rank 0.
+    Collective over the group that is named, the ring or more, and to be called whenever a plan is new: one exchange of
+    8 bytes a plan. `device`: where the group's tensors live. Raises ValueError on every rank, naming those that differ
+    from rank 0.
     """
     if not group_name:
         return
@@ -122,7 +123,7 @@ def require_same_plan(
     if differing:
         names = ", ".join(map(str, differing))
         raise ValueError(
-            f"the plan of rank {names} of the ring differs from that of rank 0: give parallel.schedule.plan the same "
+            f"the plan of rank {names} differs from that of rank 0: give parallel.schedule.plan the same "
             "layout, mask, documents, lengths and route on every rank"
         )
 
@@ -152,7 +153,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, group_name: str, kerne
     recompute, which can save (out, lse) and never send a byte twice.
 
     Raises ValueError for shapes, dtypes or a plan that do not fit together, before anything is sent. At the first call
-    all ranks raise where one does, and whenever shapes or dtypes are new, where those of the ranks differ.
+    all ranks raise where one does; and where shapes or dtypes are new to all of them, if they differ.
     """
     exchange = _exchange(group_name)
     _check_everywhere(q, k, v, plan, exchange, kernel, group_name)
@@ -256,9 +257,9 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, ke
     if kernel not in KERNELS:
         raise ValueError(f"kernel={kernel} is unknown: use {' or '.join(KERNELS)}")
     _check_plan(plan, q, exchange)
-    rows, buffered = q.shape[0] * q.shape[1], plan[0, BUFFER_ROWS].item()
-    gathered = exchange.size if plan[1, HEAD_GROUPS] else 1
-    for elements in (q.numel(), 2 * (rows * gathered + buffered) * k.shape[2] * k.shape[3]):  # queries, and the arena
+    rows, groups = q.shape[0] * q.shape[1], plan[1, HEAD_GROUPS].item()
+    arena_rows = rows * exchange.size // groups if groups else rows + plan[0, BUFFER_ROWS].item()
+    for elements in (q.numel(), 2 * arena_rows * k.shape[2] * k.shape[3]):  # what a kernel counts its way through
         capability.refuse_large(elements, kernel, q.device.type)
 
 

@@ -44,6 +44,12 @@ class Take:
         self.background_seconds = background_seconds(config, mesh.gradient.size, self.network)
         self.said: set[tuple[str, Route]] = set()
         self._make = lru_cache(maxsize=16)(self._of)  # sequences inside one long document all have the same plan
+        for mask in self.masks.values():  # where nobody can be spared anything, before the first step
+            longest = ((self.length,),) * config.train.micro_batch_size
+            try:
+                self._pick(longest, mask, str(config.parallel.layout), None, self._most_blocks())
+            except ValueError as error:
+                raise ValueError(f"parallel.buffer_blocks={config.parallel.buffer_blocks}: {error}") from None
 
     def __call__(
         self, documents: Sequence[Sequence[int]]
@@ -76,6 +82,20 @@ class Take:
         return chunks, MappingProxyType(plans)
 
     def _choose(self, documents: Documents, mask: Mask, name: str, dealt: Layout | None = None) -> Choice:
+        """The choice within the budget; where these documents need more after all, the one that needs least."""
+        try:
+            return self._pick(documents, mask, name, dealt, self._most_blocks())
+        except ValueError as error:
+            self.say(f"ring     {error}: parallel.buffer_blocks={self.config.parallel.buffer_blocks} is exceeded")
+            return self._pick(documents, mask, name, dealt, 4 * self.ring.size)  # more than all there is
+
+    def _most_blocks(self) -> float:
+        """The budget, and what a kernel that counts elements in 32 bits can index besides the rank's own rows."""
+        rows = self.config.train.micro_batch_size * self.padded // self.ring.size
+        indexed = ((1 << 31) - 1) // (self.shape.key_elements * rows)
+        return min(self.config.parallel.buffer_blocks, max(1, indexed - 1))
+
+    def _pick(self, documents: Documents, mask: Mask, name: str, dealt: Layout | None, blocks: float) -> Choice:
         parallel = self.config.parallel
         return choose(
             documents,
@@ -86,7 +106,7 @@ class Take:
             self.shape,
             self.rates,
             self.network,
-            parallel.buffer_blocks,
+            blocks,
             layout=name,
             route=str(parallel.route),
             depth=parallel.prefetch,

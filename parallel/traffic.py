@@ -74,6 +74,8 @@ class Buffers:
             size *= length
         storage = self._storages.get((name, device))
         if storage is None or storage.numel() < size:
+            self._storages.pop((name, device), None)
+            del storage  # the old one is given back first
             storage = self._storages[name, device] = torch.empty(size, dtype=torch.uint8, device=device)
         return storage[:size].view(dtype).view(shape)
 

@@ -65,7 +65,9 @@ def train_step(
         Unstable: before the weights are touched, where the loss or the gradient norm is not finite.
         ValueError: where ranks that share a sequence have made different plans of it.
     """
-    require_same_plan([plan for batch in batches for plan in batch.plan.values()], mesh.sequence.name, device)
+    plans = [plan for batch in batches for plan in batch.plan.values()]
+    for axis in (mesh.sequence, mesh.tensor):
+        require_same_plan(plans, axis.name, device)
     tokens, causal, noncausal = all_total(_counts(batches, config, device), mesh.gradient.group).tolist()
     flops = (
         causal / mesh.sequence.size,

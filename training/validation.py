@@ -55,7 +55,8 @@ class Validation:
             num_steps=-(-self.num_sequences // sequences),
         ) as loader:
             for (batch,) in loader:
-                require_same_plan(list(batch.plan.values()), self._mesh.sequence.name, device)
+                for axis in (self._mesh.sequence, self._mesh.tensor):
+                    require_same_plan(list(batch.plan.values()), axis.name, device)
                 local = batch.to(device)
                 total[0] += model(local.tokens, local.positions, local.plan, local.labels).double()
                 total[1] += batch.valid_tokens

@@ -14,8 +14,8 @@ limits are met.
 All of this is int64 arithmetic on the host, done once for a tile table and a device.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from model.kernels.launches import Rows, counted, numbers, on, turns
 
+REMEMBERED_BYTES = 256 << 20  # of the numbers on the device, for all hops of the plans in use
 KEY_ROWS = 1 << 16  # keys of a launch after those of its first sequence: bounds the copies, and the gradients
 MAX_SEQUENCES = (1 << 16) - 1  # of a launch: they are the second dim of a CUDA grid
 SKEW = 64  # a launch is split by length where its longest sequence, times their number, is so many times their sum
@@ -50,17 +51,32 @@ class Launch(NamedTuple):
     left: int
 
 
+_remembered: "OrderedDict[tuple[bytes, torch.device], tuple[Launch, ...]]" = OrderedDict()
+
+
 def group(tiles: Tensor, device: torch.device) -> tuple[Launch, ...]:
     """The launches of one hop's tiles, int64[n, 8] on the host, with their numbers on `device`.
 
-    Remembered by the content of the table: the layers of a model ask for the same ones, forward and backward.
+    Remembered by the content of the table: the layers of a model ask for the same ones, forward and backward. What was
+    asked for longest ago is forgotten once all of them take more than REMEMBERED_BYTES.
     """
-    return _group(tiles.numpy().tobytes(), device)
+    key = (tiles.numpy().tobytes(), device)
+    made = _remembered.pop(key, None)
+    if made is None:
+        made = _group(tiles.numpy(), device)
+    _remembered[key] = made
+    while len(_remembered) > 1 and sum(map(_num_bytes, _remembered.values())) > REMEMBERED_BYTES:
+        _remembered.popitem(last=False)
+    return made
 
 
-@lru_cache(maxsize=512)
-def _group(tiles: bytes, device: torch.device) -> tuple[Launch, ...]:
-    pieces = cut(np.frombuffer(tiles, np.int64).reshape(-1, 8))
+def _num_bytes(made: tuple[Launch, ...]) -> int:
+    tensors = [x for launch in made for x in launch if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def _group(tiles: np.ndarray, device: torch.device) -> tuple[Launch, ...]:
+    pieces = cut(tiles)
     made = []
     for causal, left in np.unique(pieces[:, [CAUSAL, LEFT]], axis=0).tolist():
         alike = pieces[(pieces[:, CAUSAL] == causal) & (pieces[:, LEFT] == left)]

@@ -160,7 +160,7 @@ def plans_that_differ(others):
         mine = table_of(**(changed if rank in others else {}))
         who = ", ".join(str(other) for other in range(1, dist.get_world_size()) if (other in others) != (0 in others))
         for plans in (mine, [table_of(), mine]):
-            with pytest.raises(ValueError, match=f"the plan of rank {who} of the ring differs from that of rank 0"):
+            with pytest.raises(ValueError, match=f"the plan of rank {who} differs from that of rank 0"):
                 ring.require_same_plan(plans, name)
 
 

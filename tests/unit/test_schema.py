@@ -103,7 +103,6 @@ def test_refused_with_the_key_and_a_legal_choice(override):
     ("overrides", "words"),
     [
         (["parallel.sequence=3", "parallel.ulysses=3"], "4 query heads and 2 key/value heads of a rank: use 2 or 4"),
-        (["parallel.route=direct", "parallel.prefetch=8"], "needs 9 blocks .* use parallel.buffer_blocks=9"),
         (["parallel.route=direct", "parallel.gradient_wire=bfloat16"], "use train.dtype=bfloat16, or"),
     ],
 )

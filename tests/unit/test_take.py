@@ -10,7 +10,7 @@ from torch.distributed.utils import _to_kwargs
 from conf.compose import compose
 from conf.schema import Layout
 from parallel.layout import global_index
-from parallel.schedule import AGREEMENT, NUM_RANKS
+from parallel.schedule import AGREEMENT, BUFFER_ROWS, HEAD_GROUPS, NUM_RANKS
 from parallel.take import Take
 
 
@@ -85,3 +85,33 @@ def test_fsdp_leaves_the_plan_on_the_host():
     ((moved, untouched),), _ = _to_kwargs((tokens, plan), {}, torch.device("meta"), False)
     assert moved.device.type == "meta"
     assert untouched["full"].device.type == "cpu"
+
+
+@pytest.mark.parametrize("experiment", ["laptop", "8b_1m", "7b_256k"])
+def test_shipped_experiments_stay_within_what_kernels_count(experiment):
+    """32-bit kernels index an arena of fewer than 2^31 elements, whatever `auto` picks (the ring would refuse it)."""
+    config = compose([f"experiment={experiment}"])
+    length, ring = int(config.data.sequence_length), config.parallel.sequence
+    take = Take(config, mesh(ring // 2, ring), node_size=min(8, ring), say=lambda text: None)
+    for documents in ([(length,)], [(length // 2, length // 2)], [(length // 64,) * 64]):
+        plan = take(documents)[1]["full"]
+        groups = int(plan[1, HEAD_GROUPS])
+        rows = length // groups if groups else length // ring + int(plan[0, BUFFER_ROWS])
+        assert 2 * rows * config.model.num_kv_heads * config.model.head_dim < 1 << 31
+
+
+def test_a_budget_that_cannot_hold_is_refused_before_the_first_step():
+    with pytest.raises(ValueError, match="parallel.buffer_blocks=1: .* needs 2"):
+        Take(compose(["parallel.layout=zigzag", "parallel.route=relay", "parallel.buffer_blocks=1"]), mesh(0, 4))
+    deep = ["parallel.layout=zigzag", "parallel.route=direct", "parallel.prefetch=7", "data.sequence_length=64K"]
+    with pytest.raises(ValueError, match="parallel.buffer_blocks=8: .* needs 9"):
+        Take(compose(deep), mesh(0, 32))
+
+
+def test_documents_that_need_more_than_the_budget_do_not_end_a_run():
+    """Weeks into a run it is better to go on and to say so."""
+    said = []
+    take = Take(compose(["parallel.layout=zigzag", "parallel.route=relay"]), mesh(0, 4), say=said.append)
+    take.config.parallel.buffer_blocks = 1
+    assert len(take([(8192,)])[1]["full"]) > 2
+    assert "needs 2: parallel.buffer_blocks=1 is exceeded" in said[0]
