@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+HOP, Q_START, Q_STOP, K_START, K_STOP, LOWER, UPPER = range(7)  # columns of a tile in a plan, int64[num_tiles, 8]
 UNBOUNDED = 1 << 60  # an offset no band reaches; far from int64's end, so that sums of a few of them stay exact
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from model.mask import Mask
 from parallel.deal import deal
 from parallel.layout import Layout
+from parallel.messages import overlap
 from parallel.route import Route, Tour, block_at, tour
 from parallel.schedule import Needs, lay_out, meetings, needed, needed_rows
 from parallel.wire import Network, Played, play, play_gather
@@ -212,7 +213,7 @@ def buffer_rows(trip: Tour, route: Route, needed: np.ndarray, in_node: np.ndarra
         taken = [
             other
             for other in range(number)
-            if _overlap(rooms[other].keys, keys) or _overlap(rooms[other].gradients, gradients)
+            if overlap(rooms[other].keys, keys) or overlap(rooms[other].gradients, gradients)
         ]
         order = np.argsort(start[taken], axis=0, kind="stable")
         address, placed = np.zeros(ranks, np.int64), np.zeros(ranks, bool)
@@ -244,7 +245,3 @@ def _rooms(trip: Tour, route: Route, needed: np.ndarray, in_node: np.ndarray, bl
         _Room(*((min(a), max(b)) for a, b in (zip(*lives, strict=True) for lives in (keys, gradients))), sum(rows))
         for keys, gradients, rows in (zip(*rooms, strict=True) for rooms in together.values())
     ]
-
-
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
-    return a[0] <= b[1] and b[0] <= a[1]

@@ -79,7 +79,7 @@ def allocate(buffers: list[Buffer], first_row: int) -> int:
         taken = sorted(
             (start, stop)
             for start, stop, keys_life, gradients_life in placed
-            if _overlap(keys_life, buffer.keys_life) or _overlap(gradients_life, buffer.gradients_life)
+            if overlap(keys_life, buffer.keys_life) or overlap(gradients_life, buffer.gradients_life)
         )
         address = first_row
         for start, stop in taken:
@@ -103,7 +103,8 @@ def _joined(buffers: list[Buffer]) -> Buffer:
     )
 
 
-def _overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+def overlap(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    """Whether two lives, both ends included, have a hop in common."""
     return a[0] <= b[1] and b[0] <= a[1]
 
 

@@ -240,8 +240,8 @@ def _check_everywhere(
         raise refusal
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, kernel: str) -> None:
-    """Everything that can be wrong before a byte is sent."""
+def check_shapes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raises ValueError unless q [B, L, H, D] and k, v [B, L, G, D] fit together, in one dtype on one device."""
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     fits = q.dim() == k.dim() == 4 and k.shape == v.shape
     if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
@@ -251,6 +251,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, ke
     kinds = [f"{x.dtype} on {x.device}" for x in (q, k, v)]
     if len(set(kinds)) > 1:
         raise ValueError(f"q, k, v differ: {', '.join(kinds)}: use one dtype and device")
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, exchange: Exchange, kernel: str) -> None:
+    """Everything that can be wrong before a byte is sent."""
+    check_shapes(q, k, v)
     if not all(x.is_contiguous() for x in (q, k, v)):
         strides = ", ".join(str(x.stride()) for x in (q, k, v))
         raise ValueError(f"q, k, v have strides {strides}: they must be contiguous, use contiguous()")

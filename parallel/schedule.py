@@ -16,13 +16,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from model.mask import Mask, band, is_full, trim, visible_pairs
+from model.mask import (
+    HOP,
+    K_START,
+    K_STOP,
+    LOWER,
+    Q_START,
+    Q_STOP,
+    UPPER,
+    Mask,
+    band,
+    is_full,
+    trim,
+    visible_pairs,
+)
 from parallel.deal import deal
 from parallel.layout import Layout
 from parallel.messages import messages
 from parallel.route import Route, Tour, block_at, tour
 
-HOP, Q_START, Q_STOP, K_START, K_STOP, LOWER, UPPER = range(7)  # columns of a tile
 NUM_HOPS, NUM_RANKS, RANK, NUM_SEQUENCES, LOCAL_LENGTH, NUM_MESSAGES, DEPTH, BUFFER_ROWS = range(8)  # of header row 0
 NUM_BATCHES, HEAD_GROUPS, NARROW, AGREEMENT = range(4)  # of header row 1; HEAD_GROUPS is 0 where nothing is gathered
 HEADER_ROWS = 2

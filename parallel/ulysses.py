@@ -21,6 +21,7 @@ from conf.schema import check_ulysses
 from model.attention import Attend
 from model.kernels.tiles import accumulation_dtype
 from parallel.collectives import all_to_all
+from parallel.ring import check_shapes
 
 
 def around(attend: Attend, group_name: str, degree: int) -> Attend:
@@ -170,15 +171,7 @@ def _join_heads(arrived: Tensor, num_heads: int) -> Tensor:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup, degree: int) -> None:
     """Everything that can be wrong before a byte is sent."""
-    shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape
-    if not fits or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
-        raise ValueError(f"{shapes} do not fit together: use q [B, L, H, D] and k, v [B, L, G, D]")
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
-        raise ValueError(f"{k.shape[2]} key/value heads do not divide {q.shape[2]} query heads ({shapes})")
-    kinds = [f"{x.dtype} on {x.device}" for x in (q, k, v)]
-    if len(set(kinds)) > 1:
-        raise ValueError(f"q, k, v differ: {', '.join(kinds)}: use one dtype and device")
+    check_shapes(q, k, v)
     check_ulysses(q.shape[2], k.shape[2], degree)
     if group.size() != degree:
         raise ValueError(f"degree={degree}, but the group has {group.size()} ranks: use {group.size()}")

@@ -205,7 +205,7 @@ MUTANTS = LOWS | {
     "gathered gradients not cleared": in_gather("self.gradients[(hop - 1) % 2].zero_()", "pass", memory=0.5),
     "a buffer given away too early": Mutant(
         ["relay", "direct"],
-        source=(messages, "_overlap", "a[0] <= b[1] and b[0] <= a[1]", "a[0] < b[1] and b[0] < a[1]"),
+        source=(messages, "overlap", "a[0] <= b[1] and b[0] <= a[1]", "a[0] < b[1] and b[0] < a[1]"),
         fails="is off by|a send buffer was written",  # the second is a race on a network
     ),
     "wrong group of heads": in_gather("hop - 1, self.groups", "hop % self.groups, self.groups", EACH_HEAD),

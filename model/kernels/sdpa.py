@@ -17,20 +17,9 @@ from torch import Tensor
 
 from model.kernels import launches, varlen
 from model.kernels.launches import Rows, numbers, turns
-from model.kernels.tiles import (
-    K_START,
-    K_STOP,
-    LOWER,
-    Q_START,
-    Q_STOP,
-    UPPER,
-    accumulation_dtype,
-    empty_gradients,
-    empty_state,
-    iterate,
-)
+from model.kernels.tiles import accumulation_dtype, empty_gradients, empty_state, iterate
 from model.kernels.varlen import Launch
-from model.mask import is_full, trim
+from model.mask import K_START, K_STOP, LOWER, Q_START, Q_STOP, UPPER, is_full, trim
 
 ROW_BLOCK = 256  # rows of a window tile that are cut into pieces together; masks are at most about 3 × ROW_BLOCK wide
 MANY = 8  # tiles of a hop from which on small ones are computed together

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-Q_START, Q_STOP, K_START, K_STOP, LOWER, UPPER = range(1, 7)  # columns of a plan's rows, as in `parallel.schedule`
-
 
 class Tile(NamedTuple):
     """One row of a plan: which query rows meet which key rows, and their band (`model.mask`)."""
@@ -26,7 +24,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def iterate(tiles: Tensor) -> Iterator[Tile]:
-    """The tiles of a plan's rows, int64[num_tiles, 8] with the columns HOP … UPPER of `parallel.schedule`.
+    """The tiles of a plan's rows, int64[num_tiles, 8] with the columns HOP … UPPER of `model.mask`.
 
     They are converted together: each is microseconds of work.
     """
