@@ -55,6 +55,7 @@ def run(config: TrainConfig) -> None:
             take = Take(config, mesh, sizes[0] if len(set(sizes)) == 1 else 0, metrics.say)
             stack.enter_context(runtime.started())
             warm_up(mesh.ring.name, take.usual_route, rank.device)
+            take.reserve(getattr(torch, config.train.dtype), rank.device)
             loader = Loader(
                 stream,
                 take,

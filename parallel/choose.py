@@ -5,6 +5,7 @@ Every rank chooses for itself, and all must choose the same: nothing is measured
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -76,31 +77,29 @@ def choose(
     ring = Ring(documents, sequence_length, padded_length, ranks, mask, shape, rates, network, granularity)
     if dealt is not None:
         ring.take(layout, dealt)
-    room = max_blocks * ring.local_rows
-    first: Estimate | None = None
-    good: list[Estimate] = []
-    large: list[Estimate] = []
+    tried: list[_Candidate] = []
     for name, way in candidates(ring, layout, route, depth, narrow):
+        candidate = _Candidate(ring, name, way, background_seconds, max_blocks)
         bound = ring.bound(name)
-        if any(bound > TIE * other.seconds or (_calm(other) and TIE * bound >= other.seconds) for other in good):
-            continue  # it cannot win
-        for blocks in ring.blocks_per_hop(name, way, max_blocks):
-            estimate = ring.estimate(name, replace(way, blocks_per_hop=blocks), background_seconds, max_blocks)
-            first = first or estimate
-            if estimate.buffer_rows <= room:
-                good.append(estimate)
-                break
-            large.append(estimate)
-    if not good:
-        least = min(large, key=lambda estimate: estimate.buffer_rows)
+        if _cannot_win(bound, tried):
+            continue
+        for other in tried:
+            if other.least_seconds <= TIE * bound:  # its seconds decide
+                other.estimate()
+        if _cannot_win(bound, tried):
+            continue
+        if not _cannot_win(candidate.least_seconds, tried):
+            candidate.estimate()
+        tried.append(candidate)
+    best = _best(tried)
+    if best is None:
+        least = min((estimate for candidate in tried for estimate in candidate.large), key=lambda one: one.buffer_rows)
         raise ValueError(
             f"{max_blocks=} is too little for any layout and route that is left: "
             f"{least.name} needs {-(-least.buffer_rows // ring.local_rows)}"
         )
-    fastest = min(estimate.seconds for estimate in good)
-    equal = [estimate for estimate in good if estimate.seconds <= TIE * fastest]
-    best = next((estimate for estimate in equal if _calm(estimate)), equal[0])
-    dealt, _, _ = ring.deal(best.layout)
+    first = [*tried[0].large, tried[0].good][0]
+    dealt, _ = ring.deal(best.layout)
     why = _why(best, first, ring.ideal_seconds)
     return Choice(
         dealt, best.layout, best.route, best.seconds, ring.ideal_seconds, best.nic_seconds, best.buffer_rows, why
@@ -129,6 +128,62 @@ def candidates(ring: Ring, layout: str, route: str, depth: int, narrow: bool) ->
             divides = ring.padded_length % (ranks * (2 if name in ("zigzag", "balanced") else 1)) == 0
             if route in ("auto", way.name) and (divides or layout != "auto"):
                 yield name, way
+
+
+class _Candidate:
+    """A layout and a route, whose seconds are found only where the least that they can be does not decide."""
+
+    def __init__(self, ring: Ring, name: str, way: Route, background_seconds: float, max_blocks: float):
+        self.ring, self.name, self.way, self.given = ring, name, way, (background_seconds, max_blocks)
+        self.good: Estimate | None = None
+        self.large: list[Estimate] = []  # with buffers of more than max_blocks
+        self.open = True
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        return self.ring.blocks_per_hop(self.name, self.way, self.given[1])
+
+    @cached_property
+    def least_seconds(self) -> float:
+        return self.ring.least_seconds(self.name, self.way, self.blocks[0])
+
+    def estimate(self) -> None:
+        """With as many blocks a hop as there is room for."""
+        blocks, self.open = self.blocks if self.open else [], False
+        for number in blocks:
+            estimate = self.ring.estimate(self.name, replace(self.way, blocks_per_hop=number), *self.given)
+            if estimate.buffer_rows <= self.given[1] * self.ring.local_rows:
+                self.good = estimate
+                break
+            self.large.append(estimate)
+
+
+def _best(tried: Sequence[_Candidate]) -> Estimate | None:
+    """Of those that are equally fast the first calm one, else the first; None where none has room.
+
+    Candidates are left without an estimate as long as none that they could have changes the answer.
+    """
+    while True:
+        good = [candidate for candidate in tried if candidate.good]
+        fastest = min((candidate.good.seconds for candidate in good), default=np.inf)
+        waiting = [one for one in tried if one.open and one.least_seconds <= TIE * fastest]
+        equal = [one for one in good if one.good.seconds <= TIE * fastest]
+        best = next((one for one in equal if _calm(one.good)), equal[0] if equal else None)
+        least = min(waiting, key=lambda one: one.least_seconds, default=None)
+        if least is None:
+            return best and best.good
+        stays = _calm(best.good) and best.good.seconds <= TIE * least.least_seconds
+        if stays and tried.index(best) < min(map(tried.index, waiting)):
+            return best.good
+        least.estimate()
+
+
+def _cannot_win(least_seconds: float, tried: Sequence[_Candidate]) -> bool:
+    """Whether one before it is faster than a candidate of at least so many seconds, or as fast and simpler."""
+    good = (candidate.good for candidate in tried if candidate.good)
+    return any(
+        least_seconds > TIE * other.seconds or (_calm(other) and TIE * least_seconds >= other.seconds) for other in good
+    )
 
 
 def _calm(estimate: Estimate) -> bool:

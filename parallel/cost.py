@@ -13,7 +13,6 @@ import numpy as np
 from model.mask import Mask
 from parallel.deal import deal
 from parallel.layout import Layout
-from parallel.messages import overlap
 from parallel.route import Route, Tour, block_at, tour
 from parallel.schedule import Needs, lay_out, meetings, needed, needed_rows
 from parallel.wire import Network, Played, play, play_gather
@@ -21,6 +20,7 @@ from parallel.work import squares, work
 
 CALL_ROWS = 32768  # keys of one kernel call, where blocks are smaller: merging the results of more calls costs time
 MOST_BLOCKS_PER_HOP = 8
+ROUNDED = 1 - 1e-9  # sums in another order differ in their last bits
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,12 @@ class Ring:
         self.padded_length, self.ranks, self.mask = padded_length, ranks, mask
         self.shape, self.rates, self.network, self.granularity = shape, rates, network, granularity
         self.local_rows = len(documents) * padded_length // ranks
-        self.dealt: dict[str, tuple[Layout, np.ndarray, Needs]] = {}
+        self.dealt: dict[str, tuple[Layout, np.ndarray]] = {}
+        self.same: dict[str, tuple] = {}  # what a layout is, by its name; and what follows from that
+        self.work: dict[tuple, np.ndarray] = {}
+        self.needs: dict[tuple, Needs] = {}
+        self.rows: dict[tuple, tuple[np.ndarray, np.ndarray]] = {}
+        self.least: dict[tuple, float] = {}
         self.last: tuple = ("", None, None)
         width = shape.num_heads * shape.head_dim
         self.pair_seconds = 4 * width / rates.forward_flops, 10 * width / rates.backward_flops
@@ -92,27 +97,52 @@ class Ring:
         whole = int(squares(length, length, 1 - mask.reach, 0, granularity).sum())
         self.ideal_seconds = whole / ranks * sum(self.pair_seconds)
 
-    def deal(self, name: str) -> tuple[Layout, np.ndarray, Needs]:
-        """(layout, pairs of rank r with the block of o, float64[R, R], what ranks need of one another)."""
+    def deal(self, name: str) -> tuple[Layout, np.ndarray]:
+        """(layout, pairs of rank r with the block of o, float64[R, R])."""
         if name not in self.dealt:
             self.take(name, deal(name, self.documents, self.padded_length, self.ranks, self.mask))
         return self.dealt[name]
 
     def take(self, name: str, layout: Layout) -> None:
         """From now on `name` is this layout."""
-        pairs = work(layout, self.laid, self.mask, self.granularity)
-        self.dealt[name] = layout, pairs, needed(layout, self.laid, meetings(layout, self.laid), self.mask)
+        columns = (column.tobytes() for column in (layout.rank, layout.sequence, layout.start, layout.count))
+        self.same[name] = layout.step, *columns  # layouts of different names may deal alike
+        if self.same[name] not in self.work:
+            self.work[self.same[name]] = work(layout, self.laid, self.mask, self.granularity)
+        self.dealt[name] = layout, self.work[self.same[name]]
+
+    def needed_rows(self, name: str, width: int) -> tuple[np.ndarray, np.ndarray]:
+        """What ranks and nodes of `width` ranks need of one another: see `parallel.schedule.needed_rows`."""
+        layout, _ = self.deal(name)
+        same = self.same[name]
+        if same not in self.needs:
+            self.needs[same] = needed(layout, self.laid, meetings(layout, self.laid), self.mask)
+        if (same, width) not in self.rows:
+            self.rows[same, width] = needed_rows(layout, self.needs[same], width)
+        return self.rows[same, width]
 
     def bound(self, name: str) -> float:
         """Seconds of the rank that has most to compute."""
         return float(self.deal(name)[1].sum(axis=1).max()) * sum(self.pair_seconds)
 
+    def least_seconds(self, name: str, route: Route, most_blocks: int) -> float:
+        """No estimate with up to most_blocks blocks a hop is below: what the busiest rank computes and merges."""
+        if self.gathers(route):
+            return ROUNDED * self.bound(name)
+        layout, pairs = self.deal(name)
+        key = self.same[name], route.name, most_blocks
+        if key not in self.least:
+            by_rank, _ = self.needed_rows(name, self.ranks)
+            rows, keys = (column * (by_rank > 0) for column in self._merged_rows(layout, pairs, by_rank, route.name))
+            totals = pairs.sum(axis=1), rows.sum(axis=1) / most_blocks, keys.sum(axis=1)
+            self.least[key] = ROUNDED * sum(float(seconds.max()) for seconds in self._hop_seconds(*totals))
+        return self.least[key]
+
     def blocks_per_hop(self, name: str, route: Route, max_blocks: float) -> list[int]:
         """As many blocks as have CALL_ROWS keys on average, then fewer, where that is too much for buffers."""
         if route.name != "direct":
             return [1]
-        layout, _, needs = self.deal(name)
-        by_rank, _ = needed_rows(layout, needs, self.ranks)
+        by_rank, _ = self.needed_rows(name, self.ranks)
         each = max(1, int(by_rank.sum()) // max(1, int(np.count_nonzero(by_rank))))
         most = max(1, min(MOST_BLOCKS_PER_HOP, CALL_ROWS // each))
         fit = max(1, int(max_blocks * self.local_rows) // ((route.depth + 1) * each))
@@ -130,8 +160,7 @@ class Ring:
     def buffer_rows(self, name: str, route: Route) -> int:
         if self.gathers(route):
             return -(-2 * self.ranks * self.local_rows // route.head_groups)  # two groups at a time
-        layout, _, needs = self.deal(name)
-        rows = needed_rows(layout, needs, route.width(self.ranks))
+        rows = self.needed_rows(name, route.width(self.ranks))
         return int(buffer_rows(self._tour(name, route)[0], route, *rows, self.local_rows).max())
 
     def play(self, name: str, route: Route, background_seconds: float = 0.0) -> list[Played]:
@@ -167,13 +196,11 @@ class Ring:
         """The tour, and (pairs, query rows, key rows) of each rank at each hop, float64[3, R, hops]; own rows apart."""
         if self.last[:2] == (name, route):
             return self.last[2]
-        layout, pairs, needs = self.deal(name)
+        layout, pairs = self.deal(name)
         width, everyone = route.width(self.ranks), np.arange(self.ranks)
-        by_rank, by_node = needed_rows(layout, needs, width)
+        by_rank, by_node = self.needed_rows(name, width)
         trip = tour(route, by_rank, by_node, self.local_rows)
-        # As if each query saw all of the keys, or in a triangle half of them.
-        rows = np.minimum(self.local_rows, pairs * (2 if layout.step > 1 else 1) // np.maximum(1, by_rank))
-        keys = by_rank if route.name == "direct" else np.full_like(by_rank, self.local_rows)
+        rows, keys = self._merged_rows(layout, pairs, by_rank, route.name)
         hops = np.zeros((3, self.ranks, trip.num_hops))
         hops[0, :, 0] = np.diag(pairs)
         for nodes, places, hop in trip.visits:
@@ -182,6 +209,14 @@ class Ring:
         hops[1] = np.minimum(self.local_rows, hops[1])
         self.last = name, route, (trip, hops)
         return trip, hops
+
+    def _merged_rows(
+        self, layout: Layout, pairs: np.ndarray, by_rank: np.ndarray, route_name: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Query rows and key rows whose results each rank merges with each block, [R, R]: as if each query saw all of
+        the keys, or in a triangle half of them."""
+        rows = np.minimum(self.local_rows, pairs * (2 if layout.step > 1 else 1) // np.maximum(1, by_rank))
+        return rows, by_rank if route_name == "direct" else np.full_like(by_rank, self.local_rows)
 
     def _hop_seconds(self, pairs: np.ndarray, rows: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of forward and backward: the kernel, and adding its results to those of earlier hops, which memory limits."""
@@ -209,12 +244,11 @@ def buffer_rows(trip: Tour, route: Route, needed: np.ndarray, in_node: np.ndarra
     ranks = len(needed)
     rooms = sorted(_rooms(trip, route, needed, in_node, block_rows), key=lambda room: room[:2])
     start, stop = np.zeros((2, len(rooms), ranks), np.int64)
-    for number, (keys, gradients, rows) in enumerate(rooms):
-        taken = [
-            other
-            for other in range(number)
-            if overlap(rooms[other].keys, keys) or overlap(rooms[other].gradients, gradients)
-        ]
+    lives = np.array([[room.keys, room.gradients] for room in rooms], np.int64).reshape(-1, 2, 2)
+    first_hop, last_hop = lives[:, :, 0], lives[:, :, 1]
+    for number, (_, _, rows) in enumerate(rooms):
+        meets = (first_hop[:number] <= last_hop[number]) & (first_hop[number] <= last_hop[:number])
+        taken = np.flatnonzero(meets.any(axis=1))
         order = np.argsort(start[taken], axis=0, kind="stable")
         address, placed = np.zeros(ranks, np.int64), np.zeros(ranks, bool)
         for first, last in zip(*(np.take_along_axis(ends[taken], order, 0) for ends in (start, stop)), strict=True):

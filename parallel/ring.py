@@ -9,16 +9,18 @@ Source: arXiv:2310.01889 (ring attention), arXiv:2405.18710 §3 (memory of the t
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import ModuleType
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from model.kernels import capability, flash, reference, sdpa
-from model.kernels.tiles import accumulation_dtype, empty_state
+from model.kernels.tiles import accumulation_dtype
 from parallel.collectives import Exchange, RingExchange, gather_numbers
+from parallel.pool import ACCUMULATED, pool_bytes
 from parallel.route import Route, peers
 from parallel.schedule import AGREEMENT, BUFFER_ROWS, HEAD_GROUPS, LOCAL_LENGTH, NUM_RANKS, NUM_SEQUENCES, RANK
 from parallel.traffic import Buffers, Program, begin
@@ -48,17 +50,19 @@ def forward(
     exchange: Exchange,
     kernel: ModuleType,
     buffers: Buffers | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of this rank's queries over all ranks' keys. Collective over the ring.
 
     q [B, L, H, D], k, v [B, L, G, D], contiguous; plan int64[n, 8] on the host. Returns out [B, L, H, D] and
-    lse [B, H, L] in the accumulation dtype, float32 or float64. Keys and values travel as one message, in their own
-    dtype and number of heads, while earlier ones are computed.
+    lse [B, H, L] in the accumulation dtype, float32 or float64; or out in `dtype`, then it adds up in the buffers.
+    Keys and values travel as one message, in their own dtype and number of heads, while earlier ones are computed.
     """
-    program = Program(plan)
-    traffic = begin(program, exchange, buffers or Buffers(), k.flatten(0, 1), v.flatten(0, 1))
+    program, buffers = Program(plan), buffers or Buffers()
+    traffic = begin(program, exchange, buffers, k.flatten(0, 1), v.flatten(0, 1))
     rows = q.flatten(0, 1)
-    out, lse = empty_state(rows)
+    out = _accumulator(rows, buffers, dtype)
+    lse = rows.new_full((rows.shape[1], rows.shape[0]), -torch.inf, dtype=out.dtype)
     for hop, tiles in enumerate(program.hops):
         traffic.before(hop)
         if len(tiles):
@@ -66,7 +70,7 @@ def forward(
             heads = block.heads(rows.shape[1])
             kernel.forward(rows[:, heads], block.k, block.v, tiles, into=(out[:, heads], lse[heads]))
         traffic.after(hop)
-    return out.view(q.shape), _by_sequence(lse, len(q))
+    return out.to(dtype or out.dtype).view(q.shape), _by_sequence(lse, len(q))
 
 
 def backward(
@@ -80,19 +84,19 @@ def backward(
     exchange: Exchange,
     kernel: ModuleType,
     buffers: Buffers | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `forward` given its final out and lse. Collective over the ring.
 
-    Shapes as in `forward`. Returns (dq, dk, dv) in the accumulation dtype. Keys and values travel once more, and the
-    gradients found for a block follow one exchange behind, to its owner: on the way they add up in the accumulation
-    dtype. The owner's own part never travels.
+    Shapes as in `forward`. Returns (dq, dk, dv) in the accumulation dtype, or in `dtype`. Keys and values travel once
+    more, and the gradients found for a block follow one exchange behind, to its owner: on the way they add up in the
+    accumulation dtype. The owner's own part never travels.
     """
-    program = Program(plan)
-    dtype = accumulation_dtype(q.dtype)
-    traffic = begin(program, exchange, buffers or Buffers(), k.flatten(0, 1), v.flatten(0, 1), gradients=dtype)
+    program, buffers, exact = Program(plan), buffers or Buffers(), accumulation_dtype(q.dtype)
+    traffic = begin(program, exchange, buffers, k.flatten(0, 1), v.flatten(0, 1), gradients=exact)
     dout, rows, out = (x.flatten(0, 1) for x in (dout, q, out))
     lse = lse.transpose(0, 1).flatten(1, 2)
-    dq = rows.new_zeros(rows.shape, dtype=dtype)
+    dq = _accumulator(rows, buffers, dtype)
     for hop in range(max(len(program.hops), program.num_batches)):
         traffic.before(hop)
         if hop < len(program.hops) and len(tiles := program.hops[hop]):
@@ -101,7 +105,36 @@ def backward(
             given = (dout[:, heads], rows[:, heads], block.k, block.v, out[:, heads], lse[heads])
             kernel.backward(*given, tiles, into=(dq[:, heads], dk, dv))
         traffic.after(hop)
-    return dq.view(q.shape), *(gradient.view(k.shape) for gradient in traffic.own_gradients())
+    dtype = dtype or exact
+    return dq.to(dtype).view(q.shape), *(gradient.view(k.shape) for gradient in traffic.own_gradients(dtype))
+
+
+def reserve(
+    group_name: str,
+    plans: Iterable[Tensor | np.ndarray],
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    times: int = 1,
+) -> int:
+    """Makes the pool of a ring as large as forward and backward over these plans need it; returns its bytes.
+
+    Before the first pass over a plan: then a pass allocates what it returns and what its kernel needs, no more. Heads
+    and dtype are those of q and k as the ring sees them. Where the pool is large enough already nothing happens.
+    `times`: as large again and again, for those who look at what it costs.
+    """
+    tables = (plan.numpy() if isinstance(plan, Tensor) else plan for plan in plans)
+    sizes = pool_bytes(tables, num_heads, num_kv_heads, head_dim, dtype.itemsize)
+    pool = BUFFERS[group_name]
+    pool.reserve({name: times * size for name, size in sizes.items()}, device)
+    return pool.num_bytes
+
+
+def num_grown(group_name: str) -> int:
+    """Storages of a ring's pool that passes had to make or to enlarge, as nobody had reserved them."""
+    return BUFFERS[group_name].num_grown
 
 
 def require_same_plan(
@@ -135,6 +168,15 @@ def warm_up(group_name: str, route: Route, device: torch.device) -> None:
         exchange.warm_up(peers(route, exchange.rank, exchange.size), device)
 
 
+def _accumulator(rows: Tensor, buffers: Buffers, dtype: torch.dtype | None) -> Tensor:
+    """Zeros [N, H, D] in the accumulation dtype: a new tensor, or from the pool where results are returned in another
+    dtype."""
+    exact = accumulation_dtype(rows.dtype)
+    if dtype in (None, exact):
+        return rows.new_zeros(rows.shape, dtype=exact)
+    return buffers.take(ACCUMULATED, rows.shape, exact, rows.device).zero_()
+
+
 def _by_sequence(lse: Tensor, batch: int) -> Tensor:
     """[H, B · L] -> [B, H, L]"""
     return lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
@@ -157,8 +199,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, group_name: str, kerne
     """
     exchange = _exchange(group_name)
     _check_everywhere(q, k, v, plan, exchange, kernel, group_name)
-    out, lse = forward(q, k, v, plan, exchange, KERNELS[kernel], BUFFERS[group_name])
-    return out.to(q.dtype), lse
+    return forward(q, k, v, plan, exchange, KERNELS[kernel], BUFFERS[group_name], q.dtype)
 
 
 @torch.library.custom_op("longhaul::attend_backward", mutates_args=())
@@ -175,8 +216,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `attend`, in the dtypes of q, k and v. Collective over the group."""
     given = (dout.contiguous(), q, k, v, out, lse, plan)
-    gradients = backward(*given, _exchange(group_name), KERNELS[kernel], BUFFERS[group_name])
-    return tuple(gradient.to(q.dtype) for gradient in gradients)
+    return backward(*given, _exchange(group_name), KERNELS[kernel], BUFFERS[group_name], q.dtype)
 
 
 @attend.register_fake

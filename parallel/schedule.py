@@ -185,20 +185,31 @@ def needed(layout: Layout, documents: Documents, parts: Parts, mask: Mask) -> Ne
     order = np.lexsort((position, document))
     chunk, document, first, last, position = (x[order] for x in (chunk, document, first, last, position))
     index, rank = np.arange(len(chunk)), layout.rank[chunk]
-    following = np.where(rank[:, None] == np.arange(ranks), index[:, None], len(chunk))
-    following = np.minimum.accumulate(following[::-1], axis=0)[::-1]
-    document_end = np.searchsorted(document, document, side="right")
-    sees = (following < document_end[:, None]) & (rank[:, None] != np.arange(ranks))
-    # Its first query there looks back furthest, to the start of the part or as far as the window goes.
-    query = position[np.minimum(following, len(chunk) - 1)] if len(chunk) else following
-    from_row = np.maximum(first[:, None], first[:, None] + query - mask.reach + 1 - position[:, None])
-    sees &= from_row < last[:, None]
     order = np.argsort(chunk, kind="stable")
     touched, heads = np.unique(chunk[order], return_index=True)
-    if len(touched):
-        far = layout.count.max()
-        low[touched] = np.minimum.reduceat(np.where(sees, from_row, far)[order], heads)
-        high[touched] = np.maximum.reduceat(np.where(sees, last[:, None], 0)[order], heads)
+    if not len(touched):
+        return Needs(low, high)
+    if mask.reach >= layout.padded_length:  # to the start of the part: whoever comes later in the document sees all
+        begins = np.unique(document, return_index=True)[1]
+        number = np.cumsum(np.isin(index, begins)) - 1  # of the document
+        latest = np.full((len(begins), ranks), -1)
+        np.maximum.at(latest, (number, rank), index)
+        sees = (latest[number[order]] > index[order][:, None]) & (rank[order][:, None] != np.arange(ranks))
+        from_row = np.broadcast_to(first[order][:, None], sees.shape)
+    else:
+        following = np.where(rank[:, None] == np.arange(ranks), index[:, None], len(chunk))
+        following = np.minimum.accumulate(following[::-1], axis=0)[::-1]
+        document_end = np.searchsorted(document, document, side="right")
+        sees = (following < document_end[:, None]) & (rank[:, None] != np.arange(ranks))
+        # Its first query there looks back furthest, to the start of the part or as far as the window goes.
+        query = position[np.minimum(following, len(chunk) - 1)]
+        from_row = np.maximum(first[:, None], first[:, None] + query - mask.reach + 1 - position[:, None])
+        sees &= from_row < last[:, None]
+        sees, from_row = sees[order], from_row[order]
+    lowest, highest = np.where(sees, from_row, layout.count.max()), np.where(sees, last[order][:, None], 0)
+    if len(touched) < len(chunk):  # chunks with several parts
+        lowest, highest = np.minimum.reduceat(lowest, heads), np.maximum.reduceat(highest, heads)
+    low[touched], high[touched] = lowest, highest
     return Needs(np.where(high > 0, low, 0), high)
 
 

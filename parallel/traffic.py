@@ -4,7 +4,7 @@ The ring's loop says `before` and `after` each hop, and asks what is there `at` 
 are gathered is decided here, by the plan. No bytes are sent here but through an `Exchange`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 from typing import NamedTuple, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from parallel.collectives import Exchange, Message, Pending
 from parallel.messages import CLEAR, RECEIVE_GRADIENTS, RECEIVE_KEYS, SEND_GRADIENTS, SEND_KEYS
+from parallel.pool import GRADIENTS, KEYS, OWN_GRADIENTS, OWN_KEYS, arriving, leaving
 from parallel.schedule import (
     BUFFER_ROWS,
     DEPTH,
@@ -54,17 +55,31 @@ class Program:
 
 
 class Buffers:
-    """One pool of memory for all layers and passes of a ring: storages by name, which grow where a plan asks for more.
+    """One pool of memory for all layers and passes of a ring: storages by name (`parallel.pool`).
 
-    What `take` gives is valid until the same name is taken again.
+    `reserve` makes them beforehand, so that a pass allocates nothing that lasts. Where a pass asks for more all the
+    same, a storage grows. What `take` gives is valid until the same name is taken again.
+
+    Attributes:
+        num_grown: storages that a pass had to make or to enlarge.
     """
 
     def __init__(self):
         self._storages: dict[tuple[str, torch.device], Tensor] = {}
+        self.num_grown = 0
 
     @property
     def num_bytes(self) -> int:
         return sum(storage.numel() for storage in self._storages.values())
+
+    def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Storages of at least so many bytes, by name."""
+        for name, size in sizes.items():
+            self._storage(name, size, torch.empty(0, device=device).device)  # cuda is cuda:0
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each storage, by name."""
+        return {name: storage.numel() for (name, _), storage in self._storages.items()}
 
     def take(self, name: str, shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A contiguous tensor with whatever values are there."""
@@ -72,12 +87,19 @@ class Buffers:
         size = dtype.itemsize
         for length in shape:
             size *= length
-        storage = self._storages.get((name, device))
-        if storage is None or storage.numel() < size:
-            self._storages.pop((name, device), None)
-            del storage  # the old one is given back first
-            storage = self._storages[name, device] = torch.empty(size, dtype=torch.uint8, device=device)
+        storage, grown = self._storage(name, size, device)
+        self.num_grown += grown
         return storage[:size].view(dtype).view(shape)
+
+    def _storage(self, name: str, size: int, device: torch.device) -> tuple[Tensor, bool]:
+        """(at least `size` bytes under this name, whether there were fewer)."""
+        storage = self._storages.get((name, device))
+        if storage is not None and storage.numel() >= size:
+            return storage, False
+        self._storages.pop((name, device), None)
+        del storage  # the old one is given back first
+        storage = self._storages[name, device] = torch.empty(size, dtype=torch.uint8, device=device)
+        return storage, True
 
 
 class Block(NamedTuple):
@@ -109,7 +131,7 @@ class Traffic(Protocol):
     def after(self, hop: int) -> None:
         """Waits for what hop + 1 needs, and adds the gradients that came."""
 
-    def own_gradients(self) -> tuple[Tensor, Tensor]:
+    def own_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """dk and dv of this rank's keys and values, new tensors [N, G, D], once all is waited for."""
 
 
@@ -119,15 +141,27 @@ def begin(
     """The traffic of a forward pass over k, v [N, G, D], or of a backward pass whose gradients have that dtype."""
     if program.head_groups:
         return _Gathered(program, exchange, buffers, k, v, gradients)
-    return _Messages(program, exchange, buffers, k, v, gradients) if program.messages else _Own(k, v, gradients)
+    return (_Messages if program.messages else _Own)(program, exchange, buffers, k, v, gradients)
 
 
 class _Own:
     """Nobody needs what another rank has."""
 
-    def __init__(self, k: Tensor, v: Tensor, gradients: torch.dtype | None):
+    def __init__(
+        self,
+        program: Program,
+        exchange: Exchange,
+        buffers: Buffers,
+        k: Tensor,
+        v: Tensor,
+        gradients: torch.dtype | None,
+    ):
         self.block = Block(k, v)
-        self.dk, self.dv = (k.new_zeros(k.shape, dtype=gradients) if gradients else None for _ in range(2))
+        self.returned = gradients == k.dtype  # as they are: then they lie in no pool
+        if self.returned:
+            self.dk, self.dv = (k.new_zeros(k.shape, dtype=gradients) for _ in range(2))
+        elif gradients:
+            self.dk, self.dv = buffers.take(GRADIENTS, (2, *k.shape), gradients, k.device).zero_()
 
     def before(self, hop: int) -> None:
         pass
@@ -141,8 +175,8 @@ class _Own:
     def after(self, hop: int) -> None:
         pass
 
-    def own_gradients(self) -> tuple[Tensor, Tensor]:
-        return self.dk, self.dv
+    def own_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return (self.dk, self.dv) if self.returned else (_new(self.dk, dtype), _new(self.dv, dtype))
 
 
 class _Messages:
@@ -162,9 +196,9 @@ class _Messages:
         self.num_batches = program.num_batches if gradients else len(program.hops) - 1
         self.pending: dict[int, tuple[Pending, Tensor | None]] = {}
         shape = (len(k) + program.buffer_rows, 2, *k.shape[1:])
-        self.keys = buffers.take("keys", shape, k.dtype, k.device)
+        self.keys = buffers.take(KEYS, shape, k.dtype, k.device)
         self.keys[: len(k), 0], self.keys[: len(k), 1] = k, v
-        self.gradients = buffers.take("gradients", shape, gradients, k.device) if gradients else None
+        self.gradients = buffers.take(GRADIENTS, shape, gradients, k.device) if gradients else None
         self.wire = k.dtype if program.narrow else gradients
         if self.gradients is not None:
             self.gradients[: len(k)].zero_()
@@ -197,9 +231,9 @@ class _Messages:
                 self.gradients[start:stop].add_(arrived[row : row + stop - start])  # += would copy it onto itself
                 row += stop - start
 
-    def own_gradients(self) -> tuple[Tensor, Tensor]:
+    def own_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         own = self.gradients[: self.program.local_rows]
-        return own[:, 0].clone(), own[:, 1].clone()
+        return _new(own[:, 0], dtype), _new(own[:, 1], dtype)
 
     def _post(self, number: int) -> None:
         """One exchange: keys first, then gradients, on both sides."""
@@ -217,17 +251,16 @@ class _Messages:
     def _spans(self, kind: int, number: int) -> Iterable[tuple[int, Spans]]:
         return self.program.messages.get((kind, number), {}).items()
 
-    def _room(self, name: str, number: int, rows: int, dtype: torch.dtype) -> Tensor:
-        """Rows beside the arena, one's own until this exchange has been waited for."""
-        shape = (rows, *self.keys.shape[1:])
-        return self.buffers.take(f"{name} {number % self.program.depth}", shape, dtype, self.keys.device)
+    def _room(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
+        """Rows beside the arena, for an exchange's own use until it has been waited for."""
+        return self.buffers.take(name, (rows, *self.keys.shape[1:]), dtype, self.keys.device)
 
     def _outgoing(self, kind: int, number: int, arena: Tensor, dtype: torch.dtype) -> list[Message]:
         """Messages as they lie in the arena where that is possible, else packed."""
         messages = self._spans(kind, number)
         packed = {peer for peer, spans in messages if len(spans) > 1 or dtype != arena.dtype}
         rows = sum(_rows(spans) for peer, spans in messages if peer in packed)
-        room = self._room(f"leaving {kind}", number, rows, dtype) if rows else None
+        room = self._room(leaving(kind, number % self.program.depth), rows, dtype) if rows else None
         sends, row = [], 0
         for peer, spans in messages:
             if peer not in packed:
@@ -246,7 +279,7 @@ class _Messages:
         rows = sum(_rows(spans) for _, spans in messages)
         if not rows:
             return None, []
-        room, receives, row = self._room("arriving", number, rows, self.wire), [], 0
+        room, receives, row = self._room(arriving(number % self.program.depth), rows, self.wire), [], 0
         for peer, spans in messages:
             receives.append((peer, room[row : row + _rows(spans)]))
             row += _rows(spans)
@@ -278,13 +311,13 @@ class _Gathered:
         def room(name: str, number: int, times: int, dtype: torch.dtype) -> Tensor:
             return buffers.take(name, (number, times * rows, 2, heads // groups, width), dtype, k.device)
 
-        self.own_keys = room("own keys", groups, 1, k.dtype)
+        self.own_keys = room(OWN_KEYS, groups, 1, k.dtype)
         for part, x in enumerate((k, v)):
             self.own_keys[:, :, part] = x.unflatten(1, (groups, -1)).transpose(0, 1)
-        self.keys = room("keys", 2, program.ranks, k.dtype)
+        self.keys = room(KEYS, 2, program.ranks, k.dtype)
         self.num_batches = program.num_batches if gradients else groups
-        self.own = room("own gradients", groups, 1, gradients) if gradients else None
-        self.gradients = room("gradients", 2, program.ranks, gradients) if gradients else None
+        self.own = room(OWN_GRADIENTS, groups, 1, gradients) if gradients else None
+        self.gradients = room(GRADIENTS, 2, program.ranks, gradients) if gradients else None
 
     def before(self, hop: int) -> None:
         if hop >= self.num_batches:
@@ -310,13 +343,18 @@ class _Gathered:
         for pending in self.pending.pop(hop, []):
             pending.wait()
 
-    def own_gradients(self) -> tuple[Tensor, Tensor]:
+    def own_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         by_row = self.own.transpose(0, 1)  # [rows, groups, 2, heads of a group, D]
-        dk, dv = (by_row[:, :, part].clone(memory_format=torch.contiguous_format).flatten(1, 2) for part in range(2))
+        dk, dv = (_new(by_row[:, :, part], dtype).flatten(1, 2) for part in range(2))
         return dk, dv
 
     def _by_rank(self, x: Tensor) -> Tensor:
         return x.unflatten(0, (self.ranks, self.rows))
+
+
+def _new(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """What lies in the pool as a contiguous tensor of its own: converted, it is not copied twice."""
+    return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _rows(spans: Spans) -> int:

@@ -62,7 +62,9 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group_name: str, degree: int) -> t
         owners = x.shape[2] // part.shape[3]
         # [owners, copies, B, L, heads, D]: with fewer owners than ranks, neighbours get copies of the same heads
         part.unflatten(0, (owners, -1)).copy_(x.unflatten(2, (owners, -1)).permute(2, 0, 1, 3, 4).unsqueeze(1))
-    return tuple(_join_tokens(part) for part in all_to_all(message, group).split(per_rank, dim=3))
+    arrived = all_to_all(message, group)
+    del message, part  # before the results are made
+    return tuple(_join_tokens(part) for part in arrived.split(per_rank, dim=3))
 
 
 @torch.library.custom_op("longhaul::to_heads_backward", mutates_args=())
@@ -75,6 +77,7 @@ def to_heads_backward(
     """
     message = torch.cat([x.unflatten(1, (degree, -1)).transpose(0, 1) for x in (dq, dk, dv)], dim=3).contiguous()
     arrived = all_to_all(message, _resolve_process_group(group_name))
+    del message  # before the results are made
     parts = arrived.split([dq.shape[2], dk.shape[2], dv.shape[2]], dim=3)
     num_heads = (degree * dq.shape[2], num_kv_heads, num_kv_heads)
     return tuple(_join_heads(part, heads) for part, heads in zip(parts, num_heads, strict=True))
@@ -93,8 +96,8 @@ def to_tokens(out: Tensor, group_name: str, degree: int) -> Tensor:
 @torch.library.custom_op("longhaul::to_tokens_backward", mutates_args=())
 def to_tokens_backward(dout: Tensor, group_name: str, degree: int) -> Tensor:
     """Gradient of `to_tokens`, [B, L, H, D] -> [B, degree · L, H / degree, D]. Collective over the group."""
-    message = dout.unflatten(2, (degree, -1)).permute(2, 0, 1, 3, 4).contiguous()
-    return _join_tokens(all_to_all(message, _resolve_process_group(group_name)))
+    by_rank = dout.unflatten(2, (degree, -1)).permute(2, 0, 1, 3, 4)
+    return _join_tokens(all_to_all(by_rank.contiguous(), _resolve_process_group(group_name)))
 
 
 @to_heads.register_fake

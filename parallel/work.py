@@ -28,15 +28,22 @@ def work(layout: Layout, documents: Documents, mask: Mask, granularity: int = 1)
     index, line = np.arange(len(order)), document * (layout.padded_length + 1)  # of documents end to end
     full = np.minimum(index, np.searchsorted(line + start, line + np.maximum(0, end - mask.reach)))
     cut = np.minimum(full, np.searchsorted(line + end, line + np.maximum(1, start - mask.reach + 2)))
-    rows = np.zeros((len(index), ranks))
-    rows[index, rank] = -(-(end - start) // granularity) * granularity
-    before = np.vstack([np.zeros(ranks), np.cumsum(rows, axis=0)])
+    rows = -(-(end - start) // granularity) * granularity
+    before = np.zeros((len(index) + 1, ranks))
+    before[index + 1, rank] = rows
+    np.cumsum(before, axis=0, out=before)
     number = full - cut
     q, k = np.repeat(index, number), np.arange(number.sum()) + np.repeat(cut - np.cumsum(number) + number, number)
     upper = start[q] - start[k]
     pairs = squares(end[q] - start[q], end[k] - start[k], upper - mask.reach + 1, upper, granularity)
     some = np.bincount(rank[q] * ranks + rank[k], pairs, ranks * ranks).reshape(ranks, ranks)
-    return np.diag(own) + rows.T @ (before[index] - before[full]) + some
+    seen = before[:-1] - before[full]
+    seen *= rows[:, None]
+    total, order = np.diag(own) + some, np.argsort(rank, kind="stable")
+    busy, heads = np.unique(rank[order], return_index=True)
+    if len(busy):
+        total[busy] += np.add.reduceat(seen[order], heads)
+    return total
 
 
 def _striped_work(layout: Layout, documents: Documents, mask: Mask, granularity: int) -> np.ndarray:

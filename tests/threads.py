@@ -165,11 +165,12 @@ def ring_attention(
     route: Route = Route(),  # noqa: B008 - frozen
     plans: Callable[[int], np.ndarray] | None = None,
     buffers: Callable[[int], Buffers] = lambda rank: EmptyBuffers(),
+    dtype: torch.dtype | None = None,
 ) -> Attention:
     """Ring attention over `ranks` threads of global q, k, v, dout [B, T, …, D]: out, dq, dk, dv in global order.
 
     T is a length that the layout divides. `kernel` may be a function of the rank, `buffers` is one; `plans` makes a
-    rank's plan where it is not to be the one for the other arguments (for mutants).
+    rank's plan where it is not to be the one for the other arguments (for mutants); `dtype` is that of the results.
     """
     network = network or Network()
     length = inputs[0].shape[1]
@@ -183,9 +184,9 @@ def ring_attention(
         here = exchange(network, rank, ranks) if ranks > 1 else ring.Alone()
         module = kernel(rank) if callable(kernel) else kernel
         pool = buffers(rank)
-        out, lse = ring.forward(q, k, v, table, here, module, pool)
+        out, lse = ring.forward(q, k, v, table, here, module, pool, dtype)
         final = out.to(q.dtype)
-        return (out, *ring.backward(dout, q, k, v, final, lse, table, here, module, pool))
+        return (out, *ring.backward(dout, q, k, v, final, lse, table, here, module, pool, dtype))
 
     parts = on_threads(run, ranks, network)
     assert not any(network.inboxes.values()), "something was sent that nobody received"

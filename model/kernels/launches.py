@@ -34,19 +34,22 @@ def forward(
 
     `call(q [n, H, D], k [m, G, D], v [m, G, D], launch)` gives (out [n, H, D], lse [H, n]) in any dtype.
     """
-    out, lse = state
     for launch in launches:
-        rows = launch.rows
-        block_out, block_lse = call(_take(q, rows), _take(k, launch.keys), _take(v, launch.keys), launch)
-        block_out, block_lse = block_out.to(out.dtype), block_lse.to(lse.dtype)
-        if isinstance(rows, slice):
-            merge(out[rows], lse[:, rows], block_out, block_lse)
-        else:
-            before = out.index_select(0, rows), lse.index_select(1, rows)
-            merge(*before, block_out, block_lse)
-            out.index_copy_(0, rows, before[0])
-            lse.index_copy_(1, rows, before[1])
+        _merge(*call(_take(q, launch.rows), _take(k, launch.keys), _take(v, launch.keys), launch), launch.rows, state)
     return state
+
+
+def _merge(block_out: Tensor, block_lse: Tensor, rows: Rows, state: tuple[Tensor, Tensor]) -> None:
+    """A function of its own: what a launch gave is gone before the next one."""
+    out, lse = state
+    block_out, block_lse = block_out.to(out.dtype), block_lse.to(lse.dtype)
+    if isinstance(rows, slice):
+        merge(out[rows], lse[:, rows], block_out, block_lse)
+        return
+    before = out.index_select(0, rows), lse.index_select(1, rows)
+    merge(*before, block_out, block_lse)
+    out.index_copy_(0, rows, before[0])
+    lse.index_copy_(1, rows, before[1])
 
 
 def backward(
@@ -65,14 +68,13 @@ def backward(
     `call(dout, q, out [n, H, D], k, v [m, G, D], lse [H, n], launch)` gives (dq, dk, dv) of its launch, in any
     dtype; they are summed in the dtype of `gradients`.
     """
-    dq, dk, dv = gradients
     for launch in launches:
         at_rows = (_take(x, launch.rows) for x in (dout, q, out))
         at_keys = (_take(x, launch.keys) for x in (k, v))
-        block_dq, block_dk, block_dv = call(*at_rows, *at_keys, _take(lse, launch.rows, dim=1), launch)
-        _add(dq, launch.rows, block_dq)
-        _add(dk, launch.keys, block_dk)
-        _add(dv, launch.keys, block_dv)
+        parts = call(*at_rows, *at_keys, _take(lse, launch.rows, dim=1), launch)
+        for total, rows, part in zip(gradients, (launch.rows, launch.keys, launch.keys), parts, strict=True):
+            _add(total, rows, part)
+        del parts, part  # before the next launch makes its own
     return gradients
 
 

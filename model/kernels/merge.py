@@ -19,7 +19,7 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
         out <- out + weight · (block_out - out)
         lse <- log(e^lse + e^block_lse)
     """
-    weight = torch.sigmoid(block_lse - lse)
+    weight = (block_lse - lse).sigmoid_()
     weight.masked_fill_(block_lse == -torch.inf, 0)  # -inf minus -inf is NaN; a NaN of the data stays
     out.lerp_(block_out, weight.transpose(-1, -2).unsqueeze(-1))
     torch.logaddexp(lse, block_lse, out=lse)

@@ -69,8 +69,8 @@ def forward(
     state = empty_state(q) if into is None else into
     if q.is_cuda:
         return launches.forward(_cuda_forward, varlen.group(tiles, q.device), q, k, v, state)
-    (q,), (k, v) = _operands(q), _operands(k, v, tiles=tiles)
-    return launches.forward(_cpu_forward, _batches(tiles), q, k, v, state)
+    seen, tiles = _seen(tiles)
+    return launches.forward(_cpu_forward, _batches(tiles), *_operands(q, k[seen], v[seen]), state)
 
 
 def backward(
@@ -93,32 +93,33 @@ def backward(
     if q.is_cuda:
         given = dout, q, k, v, out.to(q.dtype), lse
         return launches.backward(_cuda_backward, varlen.group(tiles, q.device), *given, gradients)
-    (dout, q, out), (k, v) = _operands(dout, q, out), _operands(k, v, tiles=tiles)
-    return launches.backward(_cpu_backward, _batches(tiles), dout, q, k, v, out, lse, gradients)
+    seen, tiles = _seen(tiles)
+    dq, dk, dv = gradients
+    operands = _operands(dout, q, k[seen], v[seen], out)
+    launches.backward(_cpu_backward, _batches(tiles), *operands, lse, (dq, dk[seen], dv[seen]))
+    return gradients
 
 
-def _operands(*tensors: Tensor, tiles: Tensor | None = None) -> tuple[Tensor, ...]:
-    """What the CPU kernel is given: the accumulation dtype, last stride 1. Keys are converted where tiles see them.
+def _operands(*tensors: Tensor) -> Iterator[Tensor]:
+    """What the CPU kernel is given: the accumulation dtype, last stride 1.
 
     Its backward would accumulate dk, dv in bfloat16 (errors of 1e-2), so it never sees bfloat16.
     """
-    converted = []
     for tensor in tensors:
         dtype = accumulation_dtype(tensor.dtype)
         if tensor.dtype != dtype or tensor.stride(-1) != 1:
-            wide = torch.empty(tensor.shape, dtype=dtype)
-            seen = slice(None) if tiles is None else _seen(tiles)
-            wide[seen] = tensor[seen]
-            tensor = wide
-        converted.append(tensor)
-    return tuple(converted)
+            tensor = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
+        yield tensor
 
 
-def _seen(tiles: Tensor) -> slice:
-    """The key rows between the first and the last that a tile touches."""
+def _seen(tiles: Tensor) -> tuple[slice, Tensor]:
+    """The key rows between the first and the last that a tile touches, and the tiles counted from there."""
     if len(tiles) == 0:
-        return slice(0, 0)
-    return slice(int(tiles[:, K_START].min()), int(tiles[:, K_STOP].max()))
+        return slice(0, 0), tiles
+    first = int(tiles[:, K_START].min())
+    moved = tiles.clone()
+    moved[:, [K_START, K_STOP]] -= first
+    return slice(first, int(tiles[:, K_STOP].max())), moved
 
 
 def _batches(tiles: Tensor) -> Iterator[Batch]:

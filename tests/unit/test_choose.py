@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from model.mask import Mask
 from parallel import layout as layouts
 from parallel.choose import choose
-from parallel.cost import Rates, Shape, buffer_rows
+from parallel.cost import Rates, Ring, Shape, buffer_rows
 from parallel.deal import deal
 from parallel.layout import LAYOUTS
 from parallel.proof import prove
@@ -104,10 +104,10 @@ def test_work_of_a_million_tokens_is_found_fast(layout, ranks, documents):
     assert min(seconds) < 0.3 and total >= sum(n * (n + 1) // 2 for n in documents[0])
 
 
-def chosen(documents, ranks, window=None, network=NODES_OF_8, max_blocks=8, **options):
+def chosen(documents, ranks, window=None, network=NODES_OF_8, max_blocks=8, rates=H100, **options):
     length = max(map(sum, documents))
     padded = layouts.padded_length("auto", length, ranks)
-    return choose(documents, length, padded, ranks, Mask(window), LLAMA_8B, H100, network, max_blocks, **options)
+    return choose(documents, length, padded, ranks, Mask(window), LLAMA_8B, rates, network, max_blocks, **options)
 
 
 @pytest.mark.parametrize("ranks", [2, 8, 32, 64])
@@ -246,5 +246,42 @@ def test_choosing_takes_no_time_to_speak_of(ranks, limit):
     for _ in range(2):
         begun = time.process_time()
         chosen(documents, ranks)
+        seconds.append(time.process_time() - begun)
+    assert min(seconds) < limit
+
+
+@pytest.mark.parametrize("limit", [4, 8])
+@pytest.mark.parametrize("rates", [H100, Rates(500e12, 450e12, 2.4e12), Rates(20e9, 20e9, 1e10)])
+def test_what_is_never_estimated_could_not_have_won(rates, limit, monkeypatch):
+    """Bounds spare most candidates; without them the answer is the same, and no estimate is below its bound."""
+    cases = [(cut(count, seed=count), ranks) for count in (1, 3, 40) for ranks in (4, 6, 16)]
+    ask = lambda documents, ranks: chosen(documents, ranks, rates=rates, max_blocks=limit)  # noqa: E731
+    spared, plain = [ask(*case) for case in cases], Ring.least_seconds
+    monkeypatch.setattr(Ring, "least_seconds", lambda *given: 0.0)
+    estimate = Ring.estimate
+
+    def watched(self, name, route, *more):
+        found = estimate(self, name, route, *more)
+        assert plain(self, name, route, route.blocks_per_hop) <= found.seconds
+        return found
+
+    monkeypatch.setattr(Ring, "estimate", watched)
+    for case, before in zip(cases, spared, strict=True):
+        after = ask(*case)
+        assert (after.layout_name, after.route, after.seconds, after.why) == (
+            before.layout_name,
+            before.route,
+            before.seconds,
+            before.why,
+        )
+
+
+@pytest.mark.parametrize(("ranks", "limit"), [(256, 1.0), (512, 3.0)])
+def test_one_document_is_planned_at_once(ranks, limit):
+    """What `plan.py` waits for: processor time of the choice on so many ranks."""
+    seconds = []
+    for _ in range(2):
+        begun = time.process_time()
+        chosen([(ranks * 32768,)], ranks, rates=Rates(500e12, 450e12, 2.4e12))
         seconds.append(time.process_time() - begun)
     assert min(seconds) < limit

@@ -112,6 +112,6 @@ def test_documents_that_need_more_than_the_budget_do_not_end_a_run():
     """Weeks into a run it is better to go on and to say so."""
     said = []
     take = Take(compose(["parallel.layout=zigzag", "parallel.route=relay"]), mesh(0, 4), say=said.append)
-    take.config.parallel.buffer_blocks = 1
+    take.setting.config.parallel.buffer_blocks = 1
     assert len(take([(8192,)])[1]["full"]) > 2
     assert "needs 2: parallel.buffer_blocks=1 is exceeded" in said[0]
