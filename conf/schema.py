@@ -120,8 +120,15 @@ class ModelConfig:
     attention_pattern: str = "full"  # kinds of ATTENTION_KINDS, repeated over the layers
     attention_window: int = 0  # tokens a window layer sees, itself included; 0 where no layer has a window
     init_std: float = 0.02
-    ffn_block_tokens: Length = 2048  # tokens per block of the feed-forward
-    loss_block_tokens: Length = 1024  # tokens per block of the loss: [block, vocab] is the largest logits tensor
+    vocab_multiple: int = 1  # rows of embedding and head are padded to a multiple of this; no padded row is predicted
+    z_loss: float = 0.0  # weight of the mean of log(sum of exp(logits))² in the training loss; 0 = without
+    ffn_block_tokens: Length | None = None  # per block of the feed-forward; null = what cluster.block_bytes allows
+    loss_block_tokens: Length | None = None  # per block of logits; null = what cluster.block_bytes allows
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of embedding and head."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def attention_kinds(self) -> list[str]:
         """The kind of each layer, in order."""
@@ -141,10 +148,9 @@ class ParallelConfig:
     layout: Layout = Layout.auto
     route: Route = Route.auto
     prefetch: int = 0  # exchanges under way ahead of the hop that is computed, route=direct; 0 = what is fastest
-    buffer_blocks: int = (
-        8  # keys and values of others that a rank holds at once, in blocks of a rank; their gradients in
-    )
-    # backward take as much room again, in float32
+    # Keys and values of others that a rank holds at once, in blocks of a rank; in backward their gradients take as much
+    # room again, in float32.
+    buffer_blocks: int = 8
     gradient_wire: GradientWire = GradientWire.float32
     kernel: Kernel = Kernel.auto
     tensor_shards_activations: bool = True  # between its regions a rank keeps 1/tensor of the tokens
@@ -164,6 +170,7 @@ class ClusterConfig:
     attention_forward_flops: float = MISSING  # FLOP/s of the attention kernel on one rank
     attention_backward_flops: float = MISSING
     memory_bytes_per_second: float = MISSING  # of one rank's own memory
+    block_bytes: Length = MISSING  # for one block of the feed-forward or of logits, where their tokens are not set
 
 
 @dataclass(kw_only=True)
@@ -187,6 +194,7 @@ class TrainSection:
     micro_batch_size: int = 1  # sequences a data rank computes at once
     dtype: Dtype = Dtype.float32  # of compute; bfloat16 keeps float32 master weights
     recompute: Recompute = Recompute.block
+    offload: bool = False  # keep what recompute keeps in the host's memory (GPUs only)
     log_every: int = 1  # steps between lines of the log; metrics.jsonl has every step
 
 
@@ -267,8 +275,10 @@ def load(cfg: DictConfig) -> TrainConfig:
         raise ValueError(explain(error)) from None
     assert isinstance(config, TrainConfig)
     config.data.sequence_length = parse_length("data.sequence_length", config.data.sequence_length)
-    config.model.ffn_block_tokens = parse_length("model.ffn_block_tokens", config.model.ffn_block_tokens)
-    config.model.loss_block_tokens = parse_length("model.loss_block_tokens", config.model.loss_block_tokens)
+    config.cluster.block_bytes = parse_length("cluster.block_bytes", config.cluster.block_bytes, "bytes")
+    for name in ("ffn_block_tokens", "loss_block_tokens"):
+        if getattr(config.model, name) is not None:
+            setattr(config.model, name, parse_length(f"model.{name}", getattr(config.model, name)))
     if config.train.global_batch_tokens is not None:
         config.train.global_batch_tokens = parse_length("train.global_batch_tokens", config.train.global_batch_tokens)
     check(config)
@@ -317,13 +327,13 @@ def settings(config: TrainConfig) -> dict[str, str]:
     }
 
 
-def parse_length(key: str, value: Length) -> int:
-    """A number of tokens, with K and M as binary multiples."""
+def parse_length(key: str, value: Length, unit_name: str = "tokens") -> int:
+    """A number of tokens or bytes, with K, M and G as binary multiples."""
     text = str(value).strip()
-    unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1:].upper(), 1)
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:].upper(), 1)
     digits = text[:-1] if unit > 1 else text
     if not digits.isdecimal() or int(digits) < 1:
-        raise ValueError(f"{key}={value} is not a positive number of tokens: write it like 8192, 128K or 1M")
+        raise ValueError(f"{key}={value} is not a positive number of {unit_name}: write it like 8192, 128K or 1M")
     return int(digits) * unit
 
 
@@ -356,7 +366,7 @@ def check(config: TrainConfig) -> None:
 def _check_tensor(config: TrainConfig) -> None:
     """The tensor axis cuts heads, feed-forward and vocabulary into equal parts."""
     model, tensor = config.model, config.parallel.tensor
-    cut = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_dim", "vocab_size")}
+    cut = {name: getattr(model, name) for name in ("num_heads", "num_kv_heads", "ffn_dim", "padded_vocab_size")}
     for name, number in cut.items():
         if number % tensor:
             # A choice that divides all four, so that the next error is not about another of them.
@@ -475,6 +485,7 @@ def _check_ranges(config: TrainConfig) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_norm": optimizer.clip_norm,
         "cluster.latency_seconds": config.cluster.latency_seconds,
+        "model.z_loss": model.z_loss,
     }.items():
         if not 0 <= value < math.inf:
             raise ValueError(f"{key}={value} must not be negative: use 0 to do without")
@@ -503,7 +514,8 @@ def _default(key: str) -> Any:
 
 
 def _check_model(model: ModelConfig) -> None:
-    sizes = ("vocab_size", "model_dim", "num_layers", "num_heads", "num_kv_heads", "head_dim", "ffn_dim")
+    heads = ("num_heads", "num_kv_heads", "head_dim")
+    sizes = ("vocab_size", "vocab_multiple", "model_dim", "num_layers", *heads, "ffn_dim")
     for name in sizes:
         if getattr(model, name) < 1:
             raise ValueError(f"model.{name}={getattr(model, name)} must be positive: use 1 or more")

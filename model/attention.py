@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from conf.schema import ModelConfig
+from model.norm import RMSNorm
 from model.rope import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # attend(q, k, v, plan) -> out, all [B, L, heads, D]
@@ -23,8 +24,8 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.num_kv_heads * head_dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * head_dim, width, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(head_dim, eps=config.norm_eps) if config.qk_norm else nn.Identity()
         self.head_dim = head_dim
         self.plan_kind = "window" if kind.startswith("window") else "full"
         self.use_rope = not kind.endswith("norope")

@@ -1,8 +1,10 @@
 """Next-token loss in blocks of tokens: the [tokens, vocab] logits never exist whole.
 
 The loss is a sum over tokens, so each block's gradients are known as soon as its logits are, up to one scalar factor
-that backward brings. They are therefore produced in the forward pass and no logits are kept or computed twice.
-Source: arXiv:2305.19370 §3 (blockwise loss); the fusion is that of Liger Kernel, arXiv:2410.10989 §3.2.
+that backward brings. They are therefore produced in the forward pass, in the memory of the logits, and no logits are
+kept or computed twice. What a block takes is in `model/blocks.py`.
+Source: arXiv:2305.19370 §3 (blockwise loss); the fusion is that of Liger Kernel, arXiv:2410.10989 §3.2; z-loss:
+arXiv:2204.02311 §5.
 """
 
 from collections.abc import Callable
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 
 from model.kernels.tiles import accumulation_dtype
+from model.products import add_product
 
 NO_TARGET = -100  # the label of a token that has no next token
 
@@ -22,68 +25,123 @@ def _same(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Which rows of the head are here, and how to combine a scalar per token over those who hold the other rows."""
+    """Which rows of the head are here, and how to combine a scalar per token over those who hold the other rows.
 
+    The head's rows from `size` on are padding, which no token is and none predicts.
+    """
+
+    size: int
     start: int = 0
     maximum: Callable[[Tensor], Tensor] = _same
     total: Callable[[Tensor], Tensor] = _same
 
 
-def sum_of_losses(hidden: Tensor, weight: Tensor, labels: Tensor, block_tokens: int, vocabulary: Vocabulary) -> Tensor:
-    """The sum of -log softmax(hidden · weightᵀ)[label] over tokens with a label.
+def sum_of_losses(
+    hidden: Tensor, weight: Tensor, labels: Tensor, block_tokens: int, vocabulary: Vocabulary, z_loss: float = 0.0
+) -> Tensor:
+    """The sum over tokens with a label of -log softmax(z)[label] + z_loss · log(Σ exp z)², z = hidden · weightᵀ.
 
     hidden [B, L, C]; weight [V, C], or this rank's rows of it; labels [B, L] int64 with NO_TARGET where a token has no
     target. Returns a scalar in float32 (float64 for float64 input). Gradients of `hidden` are partial sums over the
-    rows of `weight` that are here.
+    rows of `weight` that are here. Backward can be taken once.
     """
-    return _BlockwiseLoss.apply(hidden, weight, labels, block_tokens, vocabulary)
+    with_gradients = torch.is_grad_enabled()
+    return _BlockwiseLoss.apply(hidden, weight, labels, block_tokens, vocabulary, z_loss, with_gradients)
 
 
 class _BlockwiseLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, labels: Tensor, block_tokens: int, vocabulary: Vocabulary):
+    def forward(ctx, hidden, weight, labels, block_tokens, vocabulary, z_loss, with_gradients):
         rows, targets = hidden.flatten(0, -2), labels.flatten()
+        need_hidden, need_weight = (with_gradients and need for need in ctx.needs_input_grad[:2])
         wide = accumulation_dtype(hidden.dtype)
-        need_hidden, need_weight = ctx.needs_input_grad[:2]
         loss = torch.zeros((), dtype=wide, device=hidden.device)
         dhidden = torch.empty_like(rows) if need_hidden else None
         dweight = torch.zeros_like(weight, dtype=wide) if need_weight else None
+        room = _Room(min(block_tokens, len(rows)), weight, wide)
         for start in range(0, len(rows), block_tokens):
-            block, target = rows[start : start + block_tokens], targets[start : start + block_tokens]
-            block_loss, dlogits = _block(block, weight, target, vocabulary, wide)
-            loss += block_loss
-            if dhidden is not None:
-                dhidden[start : start + block_tokens] = dlogits.to(weight.dtype) @ weight
-            if dweight is not None:
-                # In 16-bit compute the product is taken in that dtype, as any linear's would be; the sum is not.
-                dweight += (dlogits.to(block.dtype).T @ block).to(wide)
-        ctx.save_for_backward(dhidden, dweight)
-        ctx.shape, ctx.weight_dtype = hidden.shape, weight.dtype
+            block = rows[start : start + block_tokens]
+            logits = room.logits(block, weight)
+            loss += _become_gradients(logits, targets[start : start + block_tokens], vocabulary, z_loss)
+            if need_hidden or need_weight:
+                dlogits = room.rounded(logits)
+            if need_hidden:
+                torch.mm(dlogits, weight, out=dhidden[start : start + block_tokens])
+            if need_weight:
+                add_product(dweight, dlogits, block, room.scratch)
+        ctx.gradients = dhidden, dweight
+        ctx.shape, ctx.weight_dtype, ctx.block_tokens = hidden.shape, weight.dtype, block_tokens
         return loss
 
     @staticmethod
     def backward(ctx, dloss: Tensor):
-        dhidden, dweight = ctx.saved_tensors
+        if ctx.gradients is None:
+            raise RuntimeError("the loss's gradients were made in its forward and are gone: call it again")
+        (dhidden, dweight), ctx.gradients = ctx.gradients, None
         if dhidden is not None:
-            # The factor is not rounded to 16 bits first: it would scale every gradient below alike.
-            dhidden = (dhidden.to(dloss.dtype) * dloss).to(dhidden.dtype).view(ctx.shape)
+            for block in dhidden.split(ctx.block_tokens):
+                # The factor is not rounded to 16 bits first: it would scale every gradient below alike.
+                _scale(block, dloss)
+            dhidden = dhidden.view(ctx.shape)
         if dweight is not None:
-            dweight = (dweight * dloss).to(ctx.weight_dtype)
-        return dhidden, dweight, None, None, None
+            dweight = dweight.mul_(dloss).to(ctx.weight_dtype)
+        return dhidden, dweight, None, None, None, None, None
 
 
-def _block(block: Tensor, weight: Tensor, target: Tensor, vocabulary: Vocabulary, wide: torch.dtype):
-    """Loss of one block and the gradient of its logits, [block, rows of weight] in `wide`."""
-    logits = (block @ weight.T).to(wide)
-    top = vocabulary.maximum(logits.amax(dim=-1))
-    exps = (logits - top[:, None]).exp()
-    valid = target != NO_TARGET
-    local = target - vocabulary.start
-    here = valid & (local >= 0) & (local < weight.shape[0])
+def _scale(x: Tensor, factor: Tensor) -> None:
+    """x *= factor, in factor's dtype."""
+    if x.dtype == factor.dtype:
+        x.mul_(factor)
+    else:
+        x.copy_(x.to(factor.dtype).mul_(factor))
+
+
+class _Room:
+    """The memory of a block: wide logits, and in 16-bit compute those that the matrix products read and write."""
+
+    def __init__(self, block_tokens: int, weight: Tensor, wide: torch.dtype):
+        shape = (block_tokens, len(weight))
+        self.short, self.scratch = None, None
+        if weight.dtype == wide:
+            self.wide = weight.new_empty(shape)
+            return
+        self.short = weight.new_empty(shape)
+        elements = self.short.numel()
+        room = weight.new_empty(max(elements, -(-weight.shape[1] // 2)), dtype=wide)
+        self.wide = room[:elements].view(shape)
+        self.scratch = room.view(weight.dtype)  # free once a block's gradients are rounded
+
+    def logits(self, block: Tensor, weight: Tensor) -> Tensor:
+        """block [m, C] · weightᵀ -> [m, V], wide; in 16-bit compute rounded as any linear's output."""
+        wide = self.wide[: len(block)]
+        if self.short is None:
+            return torch.mm(block, weight.T, out=wide)
+        return wide.copy_(torch.mm(block, weight.T, out=self.short[: len(block)]))
+
+    def rounded(self, dlogits: Tensor) -> Tensor:
+        """dlogits [m, V] in the dtype of compute; `scratch` lies where they were."""
+        return dlogits if self.short is None else self.short[: len(dlogits)].copy_(dlogits)
+
+
+def _become_gradients(logits: Tensor, target: Tensor, vocabulary: Vocabulary, z_loss: float) -> Tensor:
+    """Turns a block's logits [m, V] into the gradients of its loss, in place, and returns that loss, a scalar.
+
+    Collective over the ranks that hold the vocabulary: a maximum, and then two sums, of a scalar for each token.
+    """
+    local, valid = target - vocabulary.start, target != NO_TARGET
+    here = valid & (local >= 0) & (local < logits.shape[1])
     index = torch.where(here, local, 0)[:, None]
+    if (own := max(0, vocabulary.size - vocabulary.start)) < logits.shape[1]:
+        logits[:, own:] = -torch.inf
+    top = vocabulary.maximum(logits.amax(dim=-1))  # finite: some rank holds a row that is no padding
+    logits.sub_(top[:, None])
     chosen = torch.where(here, logits.gather(1, index)[:, 0], 0)
-    total, chosen = vocabulary.total(torch.stack((exps.sum(dim=-1), chosen)))
-    loss = torch.where(valid, total.log() + top - chosen, 0).sum()
-    dlogits = exps.mul_((valid / total)[:, None])
-    dlogits.scatter_add_(1, index, -here.to(wide)[:, None])
-    return loss, dlogits
+    total, chosen = vocabulary.total(torch.stack((logits.exp_().sum(dim=-1), chosen)))
+    log_total = total.log()
+    losses, factor = log_total - chosen, valid / total
+    if z_loss:
+        lse = log_total + top
+        losses, factor = losses + z_loss * lse.square(), factor * (1 + 2 * z_loss * lse)
+    logits.mul_(factor[:, None])
+    logits.scatter_add_(1, index, -here.to(logits.dtype)[:, None])
+    return torch.where(valid, losses, 0).sum()

@@ -15,21 +15,23 @@ from torch import Tensor, nn
 
 from conf.schema import ModelConfig
 from model.attention import Attend, Attention
+from model.blocks import Blocks
 from model.ffn import FeedForward
 from model.kernels.tiles import accumulation_dtype
 from model.loss import Vocabulary, sum_of_losses
+from model.norm import RMSNorm
 from model.rope import rope_angles
 
 
 class Block(nn.Module):
     """One layer: attention, then feed-forward, each on a normalised copy that is added back."""
 
-    def __init__(self, config: ModelConfig, kind: str, attend: Attend):
+    def __init__(self, config: ModelConfig, kind: str, attend: Attend, ffn_block_tokens: int):
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.input_layernorm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.self_attn = Attention(config, kind, attend)
-        self.post_attention_layernorm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
-        self.mlp = FeedForward(config.model_dim, config.ffn_dim, int(config.ffn_block_tokens))
+        self.post_attention_layernorm = RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.mlp = FeedForward(config.model_dim, config.ffn_dim, ffn_block_tokens)
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor], plan: Mapping[str, Tensor]) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), angles, plan)
@@ -43,6 +45,8 @@ class Embedding(nn.Embedding):
 
     def forward(self, tokens: Tensor) -> Tensor:
         weight = self.weight
+        if len(weight) == self.num_embeddings:
+            return _Lookup.apply(tokens, weight)
         local = tokens - self.start
         here = (local >= 0) & (local < weight.shape[0])
         return _Lookup.apply(torch.where(here, local, 0), weight) * here[..., None]
@@ -67,25 +71,32 @@ class _Lookup(torch.autograd.Function):
 class Head(nn.Module):
     """The output projection together with the loss, so that logits exist for one block of tokens at a time."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, block_tokens: int):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(config.vocab_size, config.model_dim))
-        self.block_tokens = int(config.loss_block_tokens)
-        self.vocabulary = Vocabulary()  # all rows are here; the tensor axis puts its own in place
+        self.weight = nn.Parameter(torch.empty(config.padded_vocab_size, config.model_dim))
+        self.block_tokens = block_tokens
+        self.z_loss = config.z_loss
+        self.vocabulary = Vocabulary(config.vocab_size)  # all rows are here; the tensor axis puts its own in place
 
     def forward(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        """hidden [B, L, C], labels [B, L] -> the sum of the tokens' losses, a scalar."""
-        return sum_of_losses(hidden, self.weight, labels, self.block_tokens, self.vocabulary)
+        """hidden [B, L, C], labels [B, L] -> the sum of the tokens' losses, a scalar; in training with the z-loss."""
+        z_loss = self.z_loss if self.training else 0.0
+        return sum_of_losses(hidden, self.weight, labels, self.block_tokens, self.vocabulary, z_loss)
 
 
 class Transformer(nn.Module):
-    def __init__(self, config: ModelConfig, attend: Attend):
+    """Embedding, layers, norm and head; feed-forward and loss go through the tokens in blocks of `blocks`.
+
+    Embedding and head have a row for each of `padded_vocab_size` tokens; those from `vocab_size` on are never used.
+    """
+
+    def __init__(self, config: ModelConfig, attend: Attend, blocks: Blocks):
         super().__init__()
         self.config = config
-        self.embed_tokens = Embedding(config.vocab_size, config.model_dim)
-        self.layers = nn.ModuleList(Block(config, kind, attend) for kind in config.attention_kinds())
-        self.norm = nn.RMSNorm(config.model_dim, eps=config.norm_eps)
-        self.lm_head = Head(config)
+        self.embed_tokens = Embedding(config.padded_vocab_size, config.model_dim)
+        self.layers = nn.ModuleList(Block(config, kind, attend, blocks.ffn) for kind in config.attention_kinds())
+        self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
+        self.lm_head = Head(config, blocks.loss)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
 

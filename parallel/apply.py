@@ -1,4 +1,4 @@
-"""parallelize: tensor -> recompute -> shard, in that order, once; then the first weights."""
+"""parallelize: tensor -> recompute and offload -> shard, in that order, once; then the first weights."""
 
 from functools import partial
 
@@ -12,9 +12,11 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from conf.schema import Dtype, Recompute, TrainConfig
 from model.attention import Attend
+from model.blocks import blocks
 from model.transformer import Transformer, initial_rows
 from parallel import ring, ulysses
 from parallel.mesh import Mesh
+from parallel.offload import Offload, StreamCopier
 from parallel.tensor import shard_over_tensor
 
 KEPT = [  # under Recompute.block: the nodes that exchange
@@ -32,37 +34,67 @@ def attend_over(mesh: Mesh, kernel: str) -> Attend:
 
 
 def build_model(config: TrainConfig, mesh: Mesh, attend: Attend, device: torch.device) -> Transformer:
-    """The model of `config`, parallelized over `mesh`, with its first weights. Collective over all ranks."""
-    dtype = torch.float64 if config.train.dtype is Dtype.float64 else torch.float32
-    with torch.device("meta"):
-        model = Transformer(config.model, attend).to(dtype)
-    parallelize(model, mesh, config)
+    """The model of `config`, parallelized over `mesh`, with its first weights. Collective over all ranks.
+
+    Raises:
+        ValueError: where blocks do not fit `cluster.block_bytes`, or there is no GPU to offload from.
+    """
+    model = lay_out(config, mesh, attend, device)
     model.to_empty(device=device)
     initialise(model, config.train.seed)
     return model
 
 
-def parallelize(model: Transformer, mesh: Mesh, config: TrainConfig) -> Transformer:
+def lay_out(
+    config: TrainConfig, mesh: Mesh, attend: Attend, device: torch.device, offload: Offload | None = None
+) -> Transformer:
+    """`build_model` without memory: parameters are on the meta device. Raises as it does.
+
+    `offload`: what takes the place of the one that `train.offload` asks for, with other copies than the device's.
+    """
+    if offload is None and config.train.offload:
+        offload = Offload(_copier(config, device))
+    dtype = torch.float64 if config.train.dtype is Dtype.float64 else torch.float32
+    element_bytes = getattr(torch, config.train.dtype).itemsize
+    sizes = blocks(config.model, element_bytes, int(config.cluster.block_bytes), mesh.tensor.size)
+    with torch.device("meta"):
+        model = Transformer(config.model, attend, sizes).to(dtype)
+    return parallelize(model, mesh, config, offload)
+
+
+def _copier(config: TrainConfig, device: torch.device) -> StreamCopier:
+    if device.type != "cuda":
+        less = "" if config.train.recompute is Recompute.full else ", or train.recompute=full to keep less"
+        raise ValueError(
+            f"train.offload=true needs a GPU: on {device.type} what layers keep is in the host's memory already. Use "
+            f"train.offload=false{less}"
+        )
+    return StreamCopier(device)
+
+
+def parallelize(model: Transformer, mesh: Mesh, config: TrainConfig, offload: Offload | None = None) -> Transformer:
     """Wraps `model` in place for `mesh`; the same call for one rank and for a thousand."""
     shard_over_tensor(model, mesh, config.parallel.tensor_shards_activations and mesh.tensor.size > 1)
-    recompute(model, config.train.recompute)
+    recompute(model, config.train.recompute, offload)
     shard(model, mesh, config.train.dtype)
     return model
 
 
-def recompute(model: Transformer, policy: Recompute) -> None:
-    """Has each layer keep less for its backward; see conf.schema.Recompute.
+def recompute(model: Transformer, policy: Recompute, offload: Offload | None = None) -> None:
+    """Has each layer keep less for its backward; see conf.schema.Recompute. `offload` takes what it keeps to the host.
 
     Under `block`, what attention exchanged is kept, so computing a layer again never sends a byte again.
     """
-    if policy is Recompute.none:
-        return
     keep = {}
     if policy is Recompute.block:
-        keep["context_fn"] = partial(create_selective_checkpoint_contexts, KEPT)
+        contexts = offload.contexts if offload else create_selective_checkpoint_contexts
+        keep["context_fn"] = partial(contexts, KEPT)
     for layer in model.layers:
-        # No layer draws random numbers, so none need to be restored.
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **keep)
+        if policy is not Recompute.none:
+            # No layer draws random numbers, so none need to be restored.
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **keep)
+        if offload:
+            layer.forward = offload.around(layer, last=layer is model.layers[-1])
 
 
 def shard(model: Transformer, mesh: Mesh, dtype: Dtype) -> None:

@@ -68,9 +68,11 @@ def shard_over_tensor(model: Transformer, mesh: Mesh, shards_activations: bool) 
         model.lm_head.weight = nn.Module.__getattr__(model.embed_tokens, "weight")
     if axis.size == 1:
         return
-    start = axis.rank * (model.config.vocab_size // axis.size)
+    start = axis.rank * (model.config.padded_vocab_size // axis.size)
     model.embed_tokens.start = start
-    model.lm_head.vocabulary = Vocabulary(start, partial(all_maximum, group=group), partial(all_total, group=group))
+    model.lm_head.vocabulary = Vocabulary(
+        model.config.vocab_size, start, partial(all_maximum, group=group), partial(all_total, group=group)
+    )
     model.embed_tokens.register_forward_hook(lambda module, args, out: leave(out))
     model.lm_head.register_forward_pre_hook(lambda module, args: (enter(args[0]), *args[1:]))
     for layer in model.layers:

@@ -69,7 +69,7 @@ def attention(x: Tensor, w: Weights, prefix: str, config, kind: str, documents: 
 
 
 def sum_of_losses(w: Weights, config, tokens: Tensor, labels: Tensor, documents: tuple[int, ...]) -> Tensor:
-    """The summed next-token loss of one sequence, tokens and labels [T]."""
+    """The summed next-token loss of one sequence, with its z-loss; tokens and labels [T]."""
     x = w["embed_tokens.weight"][tokens]
     pattern = [kind.strip() for kind in config.attention_pattern.split(",")]
     for number in range(config.num_layers):
@@ -81,7 +81,9 @@ def sum_of_losses(w: Weights, config, tokens: Tensor, labels: Tensor, documents:
         x = x + (gates * (normed @ w[f"{layer}.mlp.up_proj.weight"].T)) @ w[f"{layer}.mlp.down_proj.weight"].T
     hidden = rms_norm(x, w["norm.weight"], config.norm_eps)
     head = w["embed_tokens.weight"] if config.tie_embeddings else w["lm_head.weight"]
-    return F.cross_entropy(hidden @ head.T, labels, ignore_index=-100, reduction="sum")
+    logits = hidden @ head[: config.vocab_size].T
+    loss = F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+    return loss + config.z_loss * logits[labels != -100].logsumexp(-1).square().sum()
 
 
 def adamw(w: Weights, gradients: Weights, state: dict, step: int, rate: float, config) -> None:

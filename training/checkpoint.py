@@ -47,6 +47,7 @@ FREE_MODEL_KEYS = (
     "init_std",
     "ffn_block_tokens",
     "loss_block_tokens",
+    "z_loss",
 )  # may differ from the checkpoint's
 
 

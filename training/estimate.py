@@ -6,14 +6,14 @@ from conf.schema import ModelConfig
 
 
 def num_parameters(model: ModelConfig) -> int:
-    """All parameters; a tied head counts once."""
+    """All parameters, padded rows of the vocabulary among them; a tied head counts once."""
     width, head = model.model_dim, model.head_dim
     vectors = 2 * width  # the two norms of a layer
     if model.qkv_bias:
         vectors += (model.num_heads + 2 * model.num_kv_heads) * head
     if model.qk_norm:
         vectors += 2 * head
-    embedding = model.vocab_size * width
+    embedding = model.padded_vocab_size * width
     tables = embedding if model.tie_embeddings else 2 * embedding
     return tables + model.num_layers * (_layer_matrices(model) + vectors) + width
 

@@ -44,6 +44,7 @@ class Validation:
         """Mean loss per held-out token, summed in float64. Collective over all ranks."""
         total = torch.zeros(2, dtype=torch.float64, device=device)
         sequences = self._micro_batch_size * self._mesh.data.size
+        model.eval()  # cross-entropy alone, without model.z_loss
         with Loader(
             _FirstSequences(self._stream, self.num_sequences),
             self._take,
@@ -61,5 +62,6 @@ class Validation:
                 total[0] += model(local.tokens, local.positions, local.plan, local.labels).double()
                 total[1] += batch.valid_tokens
         loss, tokens = all_total(total, self._mesh.gradient.group).tolist()
+        model.train()
         model.reshard()  # no backward follows that would: weights must not stay gathered over an optimizer step
         return loss / tokens if tokens else 0.0

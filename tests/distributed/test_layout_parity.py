@@ -47,7 +47,13 @@ MODEL = {
 }
 VARIANTS = {
     "llama": {},
-    "qwen": {"model.qk_norm": True, "model.qkv_bias": True, "model.tie_embeddings": True},
+    "qwen": {
+        "model.qk_norm": True,
+        "model.qkv_bias": True,
+        "model.tie_embeddings": True,
+        "model.vocab_multiple": 48,  # 96 rows: the second of two ranks has padding, the fourth of four nothing else
+        "model.z_loss": 1e-2,
+    },
     "windows": {
         "model.attention_pattern": "'window,full_norope'",
         "model.attention_window": 9,
@@ -208,6 +214,7 @@ def test_variants_divide_too(variant, folder, alone):
     """C046: tied weights stay tied; windows end the ring early; replicas and whole activations change nothing."""
     cases = [
         (1, 2, 2, "zigzag", "relay", 1),
+        (1, 1, 4, "zigzag", "relay", 1),
         (2, 2, 1, "striped", "relay", 1),
         (1, 4, 1, "contiguous", "direct", 1),
         (1, 4, 1, "balanced", "direct", 2),

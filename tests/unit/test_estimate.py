@@ -8,6 +8,7 @@ import torch
 
 from conf.compose import compose
 from conf.schema import ModelConfig
+from model.blocks import Blocks
 from model.transformer import Transformer
 from training.estimate import flops_per_sequence, matmul_parameters, num_parameters
 
@@ -31,7 +32,7 @@ def model(**changes) -> ModelConfig:
 def test_num_parameters_equals_the_modules_own(tied, extras):
     config = model(tie_embeddings=tied, **extras)
     with torch.device("meta"):
-        built = Transformer(config, attend=None)
+        built = Transformer(config, attend=None, blocks=Blocks(1, 1))
     assert num_parameters(config) == sum(parameter.numel() for parameter in built.parameters())
 
 

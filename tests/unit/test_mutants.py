@@ -7,6 +7,7 @@ from conf.compose import compose
 from data.format import open_shard
 from data.loader import Loader
 from data.stream import TokenStream
+from model.blocks import Blocks
 from model.kernels import sdpa
 from model.mask import Mask
 from model.transformer import Transformer
@@ -132,7 +133,8 @@ def loss_over(ranks, layout, stream, mutate):
             ((batch,),) = loader
         here = QueueExchange(network, rank, ranks) if ranks > 1 else ring.Alone()
         torch.manual_seed(0)
-        model = Transformer(config, lambda q, k, v, plan: ring.forward(q, k, v, plan, here, sdpa)[0]).double()
+        attend = lambda q, k, v, plan: ring.forward(q, k, v, plan, here, sdpa)[0]  # noqa: E731
+        model = Transformer(config, attend, Blocks(7, 5)).double()
         positions, labels = mutate(batch)
         with torch.no_grad():
             for parameter in model.parameters():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from conf.compose import compose
+from model.blocks import Blocks
 from model.transformer import Transformer
 from training.optimizer import build_optimizer, learning_rate
 
@@ -60,7 +61,7 @@ def test_depends_on_the_step_alone():
 def test_groups_and_no_decay_on_vectors():
     config = compose(["optimizer.weight_decay=0.2", "model.qkv_bias=true", "model.qk_norm=true"])
     with torch.device("meta"):
-        model = Transformer(config.model, attend=None)
+        model = Transformer(config.model, attend=None, blocks=Blocks(1, 1))
     optimizer = build_optimizer(model, config.optimizer)
     names = {parameter: name for name, parameter in model.named_parameters()}
     decayed, bare = ([names[p] for p in group["params"]] for group in optimizer.param_groups)

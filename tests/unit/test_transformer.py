@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from conf.compose import compose
+from model.blocks import Blocks
 from model.transformer import Transformer, initial_rows
 
 CONFIG = compose(["model.vocab_size=64", "model.qk_norm=true", "model.qkv_bias=true"]).model
@@ -13,7 +14,7 @@ CONFIG = compose(["model.vocab_size=64", "model.qk_norm=true", "model.qkv_bias=t
 def test_parameter_names_are_hugging_faces():
     """The names of transformers' Qwen2/Qwen3 checkpoints, without the leading `model.`."""
     with torch.device("meta"):
-        names = {name for name, _ in Transformer(CONFIG, None).named_parameters()}
+        names = {name for name, _ in Transformer(CONFIG, None, Blocks(1, 1)).named_parameters()}
     layer = {
         "input_layernorm.weight",
         "post_attention_layernorm.weight",
@@ -53,3 +54,20 @@ def test_seeds_and_names_differ():
     size = torch.Size((16, 16))
     rows = [initial_rows(CONFIG, seed, name, size, 0, 16) for seed in (0, 1) for name in ("a.weight", "b.weight")]
     assert len({row.tobytes() for row in rows}) == 4
+
+
+def test_z_loss_is_of_training_only():
+    """And padded rows of the head change neither."""
+    losses = {}
+    for name, options in {"plain": [], "z": ["model.z_loss=0.1"], "padded": ["model.vocab_multiple=48"]}.items():
+        config = compose(["model.vocab_size=64", *options]).model
+        model = Transformer(config, lambda q, k, v, plan: q, Blocks(3, 3))
+        with torch.no_grad():
+            for name_, parameter in model.named_parameters():
+                rows = initial_rows(config, 1, name_, parameter.shape, 0, len(parameter))
+                parameter.copy_(torch.from_numpy(rows))
+        tokens = torch.arange(8)[None]
+        run = lambda: model(tokens, tokens, {"full": None}, tokens + 1).item()  # noqa: B023, E731
+        losses[name] = run(), model.eval() and run()
+    assert losses["plain"] == losses["padded"]
+    assert losses["z"][1] == losses["plain"][1] == losses["plain"][0] < losses["z"][0]
