@@ -22,7 +22,7 @@ from parallel.apply import attend_over, build_model
 from parallel.mesh import build_mesh
 from parallel.ring import KERNELS, warm_up
 from parallel.take import Take
-from training import estimate, runtime
+from training import estimate, rehearse, runtime
 from training.agreement import on_all_ranks, require_equal, together
 from training.checkpoint import Checkpoints
 from training.loop import Progress, train
@@ -150,7 +150,11 @@ def complete(config: TrainConfig, progress: Progress) -> str:
 
 def main(cfg: DictConfig) -> None:
     """Called with the config that Hydra composed of conf/train.yaml and the command line."""
-    runtime.launch(run, load(cfg))
+    config = load(cfg)
+    if config.run.rehearse is not None:
+        print(rehearse.report(config))
+    else:
+        runtime.launch(run, config)
 
 
 if __name__ == "__main__":

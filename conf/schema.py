@@ -64,9 +64,19 @@ class ReduceGradients(StrEnum):
 
 
 class Dtype(StrEnum):
+    """auto = bfloat16 where `cluster.device` is cuda, else float32; `load` settles which."""
+
+    auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
     float64 = "float64"
+
+
+class Device(StrEnum):
+    """What a cluster's ranks compute on."""
+
+    cpu = "cpu"
+    cuda = "cuda"
 
 
 class Recompute(StrEnum):
@@ -159,9 +169,11 @@ class ParallelConfig:
 
 @dataclass(kw_only=True)
 class ClusterConfig:
-    """What the machines can do, which `auto` reckons with. Rates are what is reached, not what data sheets say."""
+    """What the machines can do, which `auto` and `plan.py` reckon with. Rates are what is reached, not what data sheets
+    say; `benchmarks/calibrate.py NAME` measures them and writes `conf/cluster/NAME.yaml`."""
 
     name: str = MISSING
+    device: Device = MISSING
     node_gpus: int = MISSING  # ranks of one node
     node_nics: int = MISSING  # network cards of one node that ranks share
     link_bytes_per_second: float = MISSING  # inside a node, of one rank, one direction
@@ -169,7 +181,14 @@ class ClusterConfig:
     latency_seconds: float = MISSING  # of one message
     attention_forward_flops: float = MISSING  # FLOP/s of the attention kernel on one rank
     attention_backward_flops: float = MISSING
+    linear_flops: float = MISSING  # FLOP/s of large matrix products on one rank
+    peak_flops: float = MISSING  # FLOP/s of one rank's data sheet, of which MFU is a share
     memory_bytes_per_second: float = MISSING  # of one rank's own memory
+    memory_bytes: float = MISSING  # of one rank, all of it
+    runtime_bytes: float = MISSING  # of these, what is taken before the first tensor: context, libraries, channels
+    host_bytes_per_second: float = MISSING  # between one rank and its host's memory, one direction
+    host_memory_bytes: float = MISSING  # of one node
+    disk_bytes_per_second: float = MISSING  # checkpoints, of one node
     block_bytes: Length = MISSING  # for one block of the feed-forward or of logits, where their tokens are not set
 
 
@@ -192,7 +211,7 @@ class TrainSection:
     seed: int = 0
     global_batch_tokens: Length | None = None  # per step, over all ranks; null = one micro-batch per data rank
     micro_batch_size: int = 1  # sequences a data rank computes at once
-    dtype: Dtype = Dtype.float32  # of compute; bfloat16 keeps float32 master weights
+    dtype: Dtype = Dtype.auto  # of compute; bfloat16 keeps float32 master weights
     recompute: Recompute = Recompute.block
     offload: bool = False  # keep what recompute keeps in the host's memory (GPUs only)
     log_every: int = 1  # steps between lines of the log; metrics.jsonl has every step
@@ -230,6 +249,7 @@ class CheckpointConfig:
 class RunConfig:
     name: str = "default"
     dir: str = "runs"
+    rehearse: str | None = None  # "256:17" = two steps as rank 17 of 256, alone: on a CPU without memory or arithmetic
     resume: str = "auto"  # auto = the newest whole checkpoint of this run; never; or the path of a checkpoint
     timeout_seconds: int = 600  # a collective that waits longer than this ends the run
 
@@ -279,6 +299,8 @@ def load(cfg: DictConfig) -> TrainConfig:
     for name in ("ffn_block_tokens", "loss_block_tokens"):
         if getattr(config.model, name) is not None:
             setattr(config.model, name, parse_length(f"model.{name}", getattr(config.model, name)))
+    if config.train.dtype is Dtype.auto:
+        config.train.dtype = Dtype.bfloat16 if config.cluster.device is Device.cuda else Dtype.float32
     if config.train.global_batch_tokens is not None:
         config.train.global_batch_tokens = parse_length("train.global_batch_tokens", config.train.global_batch_tokens)
     check(config)
@@ -471,7 +493,13 @@ def _check_ranges(config: TrainConfig) -> None:
         "nic_bytes_per_second",
         "attention_forward_flops",
         "attention_backward_flops",
+        "linear_flops",
+        "peak_flops",
         "memory_bytes_per_second",
+        "memory_bytes",
+        "host_bytes_per_second",
+        "host_memory_bytes",
+        "disk_bytes_per_second",
     )
     positive |= {f"cluster.{name}": getattr(config.cluster, name) for name in rates}
     if config.logging.peak_flops is not None:
@@ -485,6 +513,7 @@ def _check_ranges(config: TrainConfig) -> None:
         "optimizer.weight_decay": optimizer.weight_decay,
         "optimizer.clip_norm": optimizer.clip_norm,
         "cluster.latency_seconds": config.cluster.latency_seconds,
+        "cluster.runtime_bytes": config.cluster.runtime_bytes,
         "model.z_loss": model.z_loss,
     }.items():
         if not 0 <= value < math.inf:

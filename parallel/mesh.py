@@ -53,7 +53,8 @@ def build_mesh(degrees: Degrees, device_type: str, timeout_seconds: float = 600)
     shape = (replicas, degrees.shard, degrees.tensor)
     parameters = init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
     for group in parameters.get_all_groups():
-        _set_pg_timeout(timeout, group)
+        if dist.get_backend(group) != "fake":  # a rehearsal's, where nobody waits
+            _set_pg_timeout(timeout, group)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     assert world_size == degrees.world, (world_size, degrees)
 

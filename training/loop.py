@@ -73,9 +73,27 @@ def train_step(
         causal / mesh.sequence.size,
         noncausal / mesh.sequence.size,
     )  # ranks of a ring counted the same sequences
-    loss = torch.zeros((), dtype=torch.float64, device=device)
     if not tokens:
         return StepResult(0.0, 0.0, *flops)
+    loss = all_total(accumulate(model, batches, tokens, config, device), mesh.gradient.group).item()
+    norm = clip_by_global_norm(model.parameters(), config.optimizer.clip_norm, mesh)
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        raise Unstable(
+            f"loss {loss}, gradient norm {norm}: lower optimizer.learning_rate, or set a smaller positive "
+            "optimizer.clip_norm, then resume"
+        )
+    update(optimizer, rate)
+    return StepResult(loss, norm, *flops)
+
+
+def accumulate(
+    model: Transformer, batches: list[Batch], tokens: float, config: TrainConfig, device: torch.device
+) -> torch.Tensor:
+    """Adds up the gradients of all micro-batches; this rank's share of the loss, a float64 scalar on `device`.
+
+    `tokens`: valid ones of the whole step, over all ranks. Collective over all ranks.
+    """
+    loss = torch.zeros((), dtype=torch.float64, device=device)
     for number, batch in enumerate(batches):
         last = number == len(batches) - 1
         model.set_is_last_backward(last)
@@ -84,18 +102,15 @@ def train_step(
         share = model(local.tokens, local.positions, local.plan, local.labels) / tokens
         share.backward()
         loss += share.detach().double()
-    loss = all_total(loss, mesh.gradient.group).item()
-    norm = clip_by_global_norm(model.parameters(), config.optimizer.clip_norm, mesh)
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        raise Unstable(
-            f"loss {loss}, gradient norm {norm}: lower optimizer.learning_rate, or set a smaller positive "
-            "optimizer.clip_norm, then resume"
-        )
+    return loss
+
+
+def update(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Changes the weights by the gradients, which it drops."""
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss, norm, *flops)
 
 
 def _counts(batches: list[Batch], config: TrainConfig, device: torch.device) -> torch.Tensor:

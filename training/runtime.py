@@ -26,6 +26,7 @@ import torch.distributed as dist
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from conf.schema import TrainConfig, explain, register, resolve
 from training.launcher import PEER, say, start_ranks
@@ -203,6 +204,18 @@ def session(config: TrainConfig) -> Iterator[Rank]:
             dist.destroy_process_group()
         raise
     dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def alone(rank: int, size: int) -> Iterator[torch.device]:
+    """A process group in which this process is `rank` of `size` and the others are not there: what they would send is
+    whatever the memory holds, and nothing waits for them."""
+    device = pick_device(World(0, 1, 0))
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    try:
+        yield device
+    finally:
+        dist.destroy_process_group()
 
 
 def pick_device(world: World) -> torch.device:

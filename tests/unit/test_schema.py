@@ -42,6 +42,12 @@ def test_published_sizes():
     assert num_parameters(compose(["model=70b"]).model) == 70_553_706_496
 
 
+def test_the_dtype_of_compute_is_that_of_the_device():
+    assert compose([]).train.dtype == "float32"
+    assert compose(["cluster=h100_ib400"]).train.dtype == "bfloat16"
+    assert compose(["cluster=h100_ib400", "train.dtype=float64"]).train.dtype == "float64"
+
+
 def test_lengths():
     config = compose(["data.sequence_length=128K", "train.global_batch_tokens=262144"])
     assert config.data.sequence_length == 131_072 and config.train.global_batch_tokens == 262_144

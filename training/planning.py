@@ -1,0 +1,239 @@
+"""What a config needs and how fast it can be: for `plan.py`. No torch here.
+
+Memory is `training.memory`'s, time `training.timing`'s, and what a run would refuse is asked of the same functions that
+refuse it. Nothing is clamped: a plan that does not fit is reported as it is.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from conf.schema import Degrees, Device, TrainConfig, resolve
+from model.blocks import blocks
+from model.kernels import capability
+from parallel.choose import Choice
+from parallel.setting import Setting
+from training.estimate import num_parameters
+from training.memory import Memory, memory
+from training.ring_time import Attention, play_all
+from training.timing import Timing, timing
+
+USABLE = 0.9  # of a GPU's memory: see `training.memory`
+
+
+@dataclass(frozen=True)
+class Condition:
+    """Whether blocks are long enough to hide their transfer behind the attention computed with them.
+
+    c >= (e / 2k) (n_kv / n_q) F/B forward, ((e + g) / 5k) (n_kv / n_q) F/B backward, on the `link` that `per_hop`
+    blocks cross at each hop; e bytes an element of keys, g of their gradients; k of the pairs visible on the busiest
+    rank. Latency and other traffic are left out; `training.timing` has them. Source: arXiv:2310.01889 §3.
+    """
+
+    link: str  # "link" inside a node, "nic" between nodes
+    direction: str  # forward, backward
+    needed_tokens: float
+    tokens: int
+    visible: float
+    per_hop: float
+
+    @property
+    def holds(self) -> bool:
+        return self.tokens >= self.needed_tokens
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One config on so many ranks. `refusals`: what ends the run before its first step, in its own words.
+
+    Attributes:
+        checkpoint_bytes, checkpoint_seconds: of all ranks together; all nodes write at once.
+        host_bytes: of one node, for what is offloaded.
+    """
+
+    config: TrainConfig
+    degrees: Degrees
+    setting: Setting
+    attention: Mapping[str, Attention]
+    memory: Memory
+    timing: Timing
+    conditions: tuple[Condition, ...]
+    kernel: str
+    kernels: tuple[capability.Row, ...]
+    refusals: tuple[str, ...]
+    checkpoint_bytes: int
+    checkpoint_seconds: float
+    host_bytes: float
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.degrees.world // self.config.cluster.node_gpus)
+
+    @property
+    def fits(self) -> bool:
+        """In a rank's memory and in its node's."""
+        return not shortage(self.config, self.degrees, self.memory)
+
+    @property
+    def causes(self) -> dict[str, float]:
+        """Bytes of a rank at its peak, by cause."""
+        runtime = self.config.cluster.runtime_bytes
+        return self.memory.causes | ({"runtime": runtime} if runtime else {})
+
+    @property
+    def peak_bytes(self) -> float:
+        return peak_bytes(self.config, self.memory)
+
+    @property
+    def limit_bytes(self) -> float:
+        return limit_bytes(self.config)
+
+
+def default_ranks(config: TrainConfig) -> int:
+    """data × sequence × tensor, where parallel.data=-1 counts as one."""
+    return max(1, config.parallel.data) * config.parallel.sequence * config.parallel.tensor
+
+
+def whole(config: TrainConfig) -> tuple[tuple[int, ...], ...]:
+    """The documents of a micro-batch where each sequence is one document, which takes most."""
+    return ((int(config.data.sequence_length),),) * config.train.micro_batch_size
+
+
+def plan(config: TrainConfig, ranks: int, documents: Sequence[Sequence[int]] | None = None) -> Plan:
+    """What `config` needs on `ranks` ranks.
+
+    Raises:
+        ValueError: where there is nothing to plan: axes that do not make so many ranks, or a budget below one block.
+    """
+    degrees = resolve(config, ranks)
+    documents = documents or whole(config)
+    setting = Setting(config, degrees, say=lambda text: None)
+    choices = setting.choose(documents)
+    needs = memory(config, degrees, largest_plans(config, degrees, setting, documents, choices))
+    attention = play_all(setting, documents, choices)
+    cluster, on_node = config.cluster, min(config.cluster.node_gpus, ranks)
+    kernel, kernels, refused = choose_kernel(config)
+    nodes = -(-ranks // cluster.node_gpus)
+    checkpoint_bytes = 3 * max(4, setting.shape.element_bytes) * num_parameters(config.model)
+    return Plan(
+        config=config,
+        degrees=degrees,
+        setting=setting,
+        attention=attention,
+        memory=needs,
+        timing=timing(config, degrees, setting, documents, needs.host_bytes, attention),
+        conditions=tuple(conditions(config, setting, attention)),
+        kernel=kernel,
+        kernels=tuple(kernels),
+        refusals=tuple(refused + refusals(config, degrees, setting, choices, kernel)),
+        checkpoint_bytes=checkpoint_bytes,
+        checkpoint_seconds=checkpoint_bytes / (nodes * cluster.disk_bytes_per_second),
+        host_bytes=needs.host_bytes * on_node,
+    )
+
+
+def largest_plans(
+    config: TrainConfig,
+    degrees: Degrees,
+    setting: Setting,
+    documents: Sequence[Sequence[int]],
+    choices: dict[str, Choice],
+) -> dict[str, np.ndarray]:
+    """The plans of a rank of the ring that needs most memory.
+
+    Where blocks come straight from their owners, ranks need buffers of different sizes: a few are asked, of which the
+    one that needs most is within a hundredth of the largest.
+    """
+    ring = setting.ring_size
+    direct = any(choice.route.name == "direct" for choice in choices.values())
+    asked = sorted({0, 1, ring // 4, ring // 2, ring // 2 + 1, 3 * ring // 4}) if direct and ring > 1 else [0]
+    plans = [setting.plans(documents, rank, choices) for rank in asked if rank < ring]
+    return max(plans, key=lambda plan: memory(config, degrees, plan).peak_bytes)
+
+
+def peak_bytes(config: TrainConfig, needs: Memory) -> float:
+    """Of a rank, with what is taken before its first tensor."""
+    return needs.peak_bytes + config.cluster.runtime_bytes
+
+
+def limit_bytes(config: TrainConfig) -> float:
+    """Of a rank: its memory, on GPUs less what an allocator cannot always reuse."""
+    share = USABLE if config.cluster.device is Device.cuda else 1.0
+    return share * config.cluster.memory_bytes
+
+
+def shortage(config: TrainConfig, degrees: Degrees, needs: Memory) -> str:
+    """What there is too little of, in words; "" where all fits: a rank's peak, and what its node's ranks offload."""
+    peak, limit, cluster = peak_bytes(config, needs), limit_bytes(config), config.cluster
+    if peak > limit:
+        return f"memory: a rank needs {peak / 1e9:.2f} GB of {limit / 1e9:.2f}"
+    hosted = needs.host_bytes * min(cluster.node_gpus, degrees.world)
+    if hosted > cluster.host_memory_bytes:
+        return f"host memory: a node needs {hosted / 1e9:.0f} GB of {cluster.host_memory_bytes / 1e9:.0f}"
+    return ""
+
+
+def choose_kernel(config: TrainConfig) -> tuple[str, list[capability.Row], list[str]]:
+    """(the kernel the run would take, what each can do, why it is refused). As far as this machine has the packages."""
+    device, dtype, model = str(config.cluster.device), str(config.train.dtype), config.model
+    rows = capability.table(device, dtype, model.head_dim)
+    windowed = model.attention_window > 0
+    try:
+        return capability.choose(config.parallel.kernel, device, dtype, windowed, model.head_dim), rows, []
+    except ValueError as error:
+        return str(config.parallel.kernel), rows, [str(error)]
+
+
+def refusals(
+    config: TrainConfig, degrees: Degrees, setting: Setting, choices: Mapping[str, Choice], kernel: str
+) -> list[str]:
+    """What the run would refuse before its first step, besides what `Setting` refuses and what does not fit."""
+    found = []
+
+    def ask(question: Callable[[], object]) -> None:
+        try:
+            question()
+        except ValueError as error:
+            if str(error) not in found:
+                found.append(str(error))
+
+    shape, device = setting.shape, str(config.cluster.device)
+    ask(lambda: blocks(config.model, shape.element_bytes, int(config.cluster.block_bytes), degrees.tensor))
+    rows = config.train.micro_batch_size * setting.local_length * degrees.ulysses
+    ask(lambda: capability.refuse_large(rows * shape.num_heads * shape.head_dim, kernel, device))
+    for choice in choices.values():
+        arena = rows + choice.buffer_rows
+        if choice.route.name == "gather":
+            arena = rows * setting.ring_size // choice.route.head_groups
+        ask(lambda arena=arena: capability.refuse_large(arena * shape.key_elements, kernel, device))
+    if config.train.offload and config.cluster.device is Device.cpu:
+        found.append(
+            "train.offload=true needs GPUs: on cluster.device=cpu memory is the host's already, use train.offload=false"
+        )
+    return found
+
+
+def conditions(config: TrainConfig, setting: Setting, attention: Mapping[str, Attention]) -> Iterator[Condition]:
+    """Of full attention: for each kind of link that the ring uses, forward and backward."""
+    if "full" not in attention or setting.ring_size == 1:
+        return
+    choice, network, shape = attention["full"].choice, setting.network, setting.shape
+    visible = 1.0 if choice.layout_name == "contiguous" else 0.5
+    gradient = shape.element_bytes if choice.route.narrow else max(4, shape.element_bytes)
+    width, cards = network.ranks_per_node, network.cards
+    # Blocks that cross one card at each hop: a relay's one at each end of a node; straight from their owners as many
+    # as the node has ranks; through a mate, or gathered, each block once into a node, where that many ranks meet it.
+    per_card = {"relay": 1.0, "direct": width / cards, "gather": 1.0 / cards}[choice.route.name]
+    if choice.route.node_ranks:
+        per_card = 1.0 / cards
+    links = [("link", network.link_bytes_per_second, 1.0)] if width > 1 else []
+    links += [("nic", network.card_bytes_per_second, per_card)] if width < setting.ring_size else []
+    for link, rate, per_hop in links:
+        for direction, share, flops in (
+            ("forward", shape.element_bytes / 2, setting.rates.forward_flops),
+            ("backward", (shape.element_bytes + gradient) / 5, setting.rates.backward_flops),
+        ):
+            needed = share / visible * shape.num_kv_heads / shape.num_heads * flops / rate * per_hop
+            tokens = setting.padded // setting.ring_size
+            yield Condition(link, direction, needed, tokens, visible, per_hop)
