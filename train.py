@@ -26,6 +26,7 @@ from training import estimate, rehearse, runtime
 from training.agreement import on_all_ranks, require_equal, together
 from training.checkpoint import Checkpoints
 from training.loop import Progress, train
+from training.memory import memory
 from training.metrics import MetricsLog, peak_flops
 from training.optimizer import build_optimizer
 from training.validation import Validation
@@ -53,6 +54,7 @@ def run(config: TrainConfig) -> None:
             metrics.say(banner(config, degrees, kernel, rank.device, progress))
             sizes = on_all_ranks(lambda: rank.node_size)
             take = Take(config, mesh, sizes[0] if len(set(sizes)) == 1 else 0, metrics.say)
+            metrics.say(planned_memory(config, degrees, take))
             stack.enter_context(runtime.started())
             warm_up(mesh.ring.name, take.usual_route, rank.device)
             take.reserve(getattr(torch, config.train.dtype), rank.device)
@@ -138,6 +140,14 @@ def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.dev
             f"tokens   sequences of {length:,} from {config.data.root}/{config.data.name}; {per_step:,} a step",
         ]
     )
+
+
+def planned_memory(config: TrainConfig, degrees: Degrees, take: Take) -> str:
+    """What `plan.py` would say of this rank's memory, each sequence one document."""
+    documents = ((take.setting.length,),) * config.train.micro_batch_size
+    planned = memory(config, degrees, take.setting.plans(documents, take.ring.rank))
+    offloaded = f", {planned.host_bytes / 1e9:.2f} GB of its host" if planned.host_bytes else ""
+    return f"memory   {planned.peak_bytes / 1e9:.2f} GB of a rank at its peak{offloaded}, planned: {planned.moment}"
 
 
 def complete(config: TrainConfig, progress: Progress) -> str:

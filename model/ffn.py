@@ -8,6 +8,7 @@ Source: arXiv:2305.19370 §3 (blockwise feed-forward), arXiv:2002.05202 (SwiGLU)
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from model.kernels.tiles import accumulation_dtype
 from model.products import add_product
@@ -51,6 +52,7 @@ class _Compute(torch.autograd.Function):
         return out.view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout: Tensor):
         return dout, None, None, None, None
 
@@ -68,6 +70,7 @@ class _Keep(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dout: Tensor):
         x, gate, up, down = ctx.saved_tensors
         rows, douts = x.flatten(0, -2), dout.flatten(0, -2)

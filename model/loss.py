@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from model.kernels.tiles import accumulation_dtype
 from model.products import add_product
@@ -74,6 +75,7 @@ class _BlockwiseLoss(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, dloss: Tensor):
         if ctx.gradients is None:
             raise RuntimeError("the loss's gradients were made in its forward and are gone: call it again")
@@ -135,7 +137,8 @@ def _become_gradients(logits: Tensor, target: Tensor, vocabulary: Vocabulary, z_
         logits[:, own:] = -torch.inf
     top = vocabulary.maximum(logits.amax(dim=-1))  # finite: some rank holds a row that is no padding
     logits.sub_(top[:, None])
-    chosen = torch.where(here, logits.gather(1, index)[:, 0], 0)
+    known = ~valid | (target >= 0) & (target < vocabulary.size)  # an infinite loss says so where a label is not
+    chosen = torch.where(known, torch.where(here, logits.gather(1, index)[:, 0], 0), -torch.inf)
     total, chosen = vocabulary.total(torch.stack((logits.exp_().sum(dim=-1), chosen)))
     log_total = total.log()
     losses, factor = log_total - chosen, valid / total

@@ -100,7 +100,8 @@ def recompute(model: Transformer, policy: Recompute, offload: Offload | None = N
 def shard(model: Transformer, mesh: Mesh, dtype: Dtype) -> None:
     """Shards parameters, gradients and optimizer state over the gradient axis with FSDP2.
 
-    Embedding and head are units of their own: left in the root they would stay gathered for the whole step.
+    Embedding and head are units of their own: left in the root they would stay gathered for the whole step. Tied they
+    are one unit, which does.
     Gradients are summed over data × sequence in float32 at least; the loss is already divided by the global number of
     tokens. Over the tensor axis, gradients of norms and sums of activations are in the dtype of compute.
     """

@@ -151,11 +151,18 @@ class _Stash:
         return _Place(number, x.dtype, x.size(), x.stride(), x.storage_offset())
 
     def leave(self) -> None:
-        """Gives back the device's memory once all is on the host: by now that does not keep anybody waiting."""
+        """Gives back the device's memory once all is on the host: a link that keeps up has brought it there by now."""
         for moved in self._moved:
             self._copier.wait(moved.event)
             moved.on_device = None
         self._numbers.clear()
+
+    def __del__(self) -> None:
+        # A backward that ended early has asked for tensors that nobody took: their memory is not given back, to be used
+        # by what is computed next, before the copies into it are through.
+        for moved in self._moved:
+            if moved.on_device is not None:
+                self._copier.wait(moved.event)
 
     def fetch(self) -> None:
         for moved in self._moved:

@@ -52,6 +52,7 @@ class Setting:
         self.network = network(config, node_size, self.ring_size)
         self.background_seconds = background_seconds(config, degrees.data * degrees.sequence, self.network)
         self._said: set[tuple[str, Route]] = set()
+        self._exceeded: set[Mask] = set()
         self._pick_first = lru_cache(maxsize=16)(self._pick)
         for mask in self.masks.values():  # where nobody can be spared anything, before the first step
             longest = ((self.length,),) * config.train.micro_batch_size
@@ -96,7 +97,9 @@ class Setting:
         try:
             return pick(*given)
         except ValueError as error:
-            self.say(f"ring     {error}: parallel.buffer_blocks={self.config.parallel.buffer_blocks} is exceeded")
+            if mask not in self._exceeded:  # once: documents of a corpus are alike
+                self._exceeded.add(mask)
+                self.say(f"ring     {error}: parallel.buffer_blocks={self.config.parallel.buffer_blocks} is exceeded")
             return self._pick(documents, mask, name, 4 * self.ring_size, dealt)  # more than all there is
 
     def _most_blocks(self) -> float:

@@ -176,7 +176,9 @@ class _Own:
         pass
 
     def own_gradients(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        return (self.dk, self.dv) if self.returned else (_new(self.dk, dtype), _new(self.dv, dtype))
+        if self.returned and dtype == self.dk.dtype:
+            return self.dk, self.dv
+        return _new(self.dk, dtype), _new(self.dv, dtype)
 
 
 class _Messages:

@@ -48,6 +48,7 @@ FREE_MODEL_KEYS = (
     "ffn_block_tokens",
     "loss_block_tokens",
     "z_loss",
+    "vocab_multiple",  # where it changes a tensor's size, that is refused
 )  # may differ from the checkpoint's
 
 

@@ -15,7 +15,7 @@ from data.stream import TokenStream
 from model.transformer import Transformer
 from parallel.collectives import all_total, exchange_clock
 from parallel.mesh import Mesh
-from parallel.ring import require_same_plan
+from parallel.ring import num_grown, require_same_plan
 from training.checkpoint import Checkpoints
 from training.estimate import flops_per_sequence
 from training.metrics import MetricsLog, memory_bytes
@@ -140,7 +140,7 @@ def train(
     """Runs from `progress` to `train.steps`. Collective over all ranks; `loader` starts at the same place on each."""
     steps, waited = config.train.steps, loader.wait_seconds
     exchange_clock.read_and_reset()
-    begin = time.perf_counter()
+    grown, begin = num_grown(mesh.ring.name), time.perf_counter()
     for batches in loader:
         rate = learning_rate(progress.step + 1, config)
         result = train_step(model, optimizer, batches, mesh, config, rate, device)
@@ -167,6 +167,9 @@ def train(
         if _due(config.validation.every, progress.step, last):
             row["validation_loss"] = validate()
         metrics.log(row)
+        if num_grown(mesh.ring.name) > grown:
+            grown = num_grown(mesh.ring.name)
+            metrics.say("ring     its buffers grew: these documents need more than sequences of one document each")
         if _due(config.checkpoint.every, progress.step, last):
             state = dataclasses.asdict(progress) | {"cursor": stream.cursor(progress.sequences)}
             checkpoints.save(progress.step, model, optimizer, state)

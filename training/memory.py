@@ -6,6 +6,7 @@ and reduces on the way. A rehearsal (`training.rehearse`) counts the same on ten
 What an allocator cannot reuse is not in it: on GPUs leave a tenth of the memory free.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from parallel.pool import pool_bytes
 from parallel.schedule import HEAD_GROUPS, LOCAL_LENGTH, NUM_SEQUENCES, tile_rows
 
 ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
+MIN_BYTES = 1 << 16  # smaller tensors are not offloaded; see `parallel.offload`
 Causes = dict[str, float]
 
 
@@ -137,7 +139,11 @@ class _Step:
 
     @property
     def host_bytes(self) -> float:
-        return self.model.num_layers * sum(self.kept.values()) if self.config.train.offload else 0
+        """The last layer's stay. PyTorch keeps pinned memory in pieces of a power of two bytes."""
+        if not self.config.train.offload:
+            return 0
+        pieces = [1 << (math.ceil(size) - 1).bit_length() for size in self.kept.values() if size >= MIN_BYTES]
+        return (self.model.num_layers - 1) * sum(pieces)
 
     def _kept_bytes(self, layers: int) -> float:
         """On the device, of so many layers: with offload those of the one in use come to `everything`, and the next."""

@@ -8,6 +8,7 @@ inside of one operation is added from `model.kernels.scratch`.
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -101,7 +102,7 @@ def rehearse(config: TrainConfig, pool_times: int = 1) -> Rehearsal:
     """
     size, rank = parse(str(config.run.rehearse))
     degrees = resolve(config, size)
-    with runtime.alone(rank, size) as device:
+    with runtime.alone(rank, size) as device, _own_pool():
         mesh = build_mesh(degrees, device.type, config.run.timeout_seconds)
         kernel = capability.choose(
             config.parallel.kernel,
@@ -135,8 +136,16 @@ def rehearse(config: TrainConfig, pool_times: int = 1) -> Rehearsal:
                 update(optimizer, config.optimizer.learning_rate)
                 moments["after the update"] = meter.live_bytes
                 seconds.append(time.perf_counter() - begin)
-            ring.BUFFERS.clear()
             return Rehearsal(rank, degrees, plan, device.type, meter.peak_bytes, moments, meter.largest(), seconds)
+
+
+@contextlib.contextmanager
+def _own_pool() -> Iterator[None]:
+    """The pool of a ring is gone afterwards: what comes next would find storages without memory."""
+    try:
+        yield
+    finally:
+        ring.BUFFERS.clear()
 
 
 def _node_size(config: TrainConfig) -> int:

@@ -103,7 +103,7 @@ class Tracker(TorchDispatchMode):
     def _rise(self, more: int = 0) -> None:
         if self.live_bytes + more > self.peak_bytes:
             self.peak_bytes, self._rising = self.live_bytes + more, True
-            if more:
+            if more and self.watch:
                 self._before_falling()
                 self.at_peak[("inside of kernels", "", ())] += more
 

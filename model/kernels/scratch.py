@@ -67,7 +67,10 @@ def of_tiles(
     hops = np.flatnonzero(np.diff(tiles[:, HOP])) + 1
     for of_hop in np.split(tiles, hops) if len(tiles) else ():
         touched = int(np.ptp(of_hop[:, [Q_START, Q_STOP]])), int(np.ptp(of_hop[:, [K_START, K_STOP]]))
-        launches = _cpu_launches(of_hop) if device == "cpu" or kernel == "reference" else _cuda_launches(of_hop)
+        if kernel == "reference":  # whole tiles, some rows at a time
+            launches = np.unique(of_hop[:, [Q_STOP, K_STOP]] - of_hop[:, [Q_START, K_START]], axis=0).tolist()
+        else:
+            launches = _cpu_launches(of_hop) if device == "cpu" else _cuda_launches(of_hop)
         for rows, keys, *more in launches:
             if device == "cpu":
                 options = {"threads": threads, "all_rows": touched[0], "all_keys": touched[1]}

@@ -149,3 +149,19 @@ def test_without_gradients_none_are_made():
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         sum_of_losses(hidden, weight, labels, 4, Vocabulary(VOCAB))
     assert counter.get_total_flops() == 2 * hidden.numel() * VOCAB
+
+
+@pytest.mark.parametrize("label", [5, 6, 1000, -1])
+def test_a_label_outside_the_vocabulary_makes_an_infinite_loss(label):
+    """Not a finite wrong one: the step then ends the run. Rows 5 and 6 are padding."""
+    hidden, weight = torch.randn(1, 3, 4, dtype=torch.float64), torch.randn(7, 4, dtype=torch.float64)
+    labels = torch.tensor([[0, label, NO_TARGET]])
+    assert sum_of_losses(hidden, weight, labels, 2, Vocabulary(5)).item() == torch.inf
+
+
+def test_second_derivatives_are_refused():
+    hidden = torch.randn(1, 3, 4, requires_grad=True)
+    loss = sum_of_losses(hidden, torch.randn(7, 4), torch.tensor([[0, 1, 2]]), 2, Vocabulary(7))
+    (gradient,) = torch.autograd.grad(loss.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()

@@ -10,7 +10,7 @@ import torch
 
 from conf.compose import compose
 from conf.schema import Dtype
-from training.metrics import MetricsLog, cut, duration, line, memory_bytes, peak_flops
+from training.metrics import DATA_SHEETS, MetricsLog, cut, duration, line, memory_bytes, peak_flops
 
 KEYS = (
     "step tokens loss learning_rate gradient_norm step_seconds tokens_per_second mfu_causal mfu_noncausal "
@@ -250,3 +250,9 @@ def test_peak_of_known_cards(name, dtype, peak, monkeypatch):
     """Data sheets by the names that the driver reports."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert peak_flops(torch.device("cuda"), dtype) == peak
+
+
+@pytest.mark.parametrize(("cluster", "card"), [("a100_ib200", "A100"), ("b200_ib400", "B200"), ("h100_ib400", "H100")])
+def test_planner_and_run_take_mfu_of_the_same_peak(cluster, card):
+    assert compose([f"cluster={cluster}"]).cluster.peak_flops == DATA_SHEETS[card][0]
+    assert compose(["cluster=h200_ib400"]).cluster.peak_flops == DATA_SHEETS["H200"][0]

@@ -1,5 +1,6 @@
 """Offload with a copier that needs no GPU: what goes, what comes back, when, and that nothing else changes."""
 
+import gc
 import weakref
 
 import pytest
@@ -132,3 +133,30 @@ def test_a_cpu_is_refused_before_anything_is_built(policy):
     config = compose(["train.offload=true", f"train.recompute={policy}"])
     with pytest.raises(ValueError, match=r"train\.offload=true needs a GPU.* Use train\.offload=false"):
         lay_out(config, None, None, torch.device("cpu"))
+
+
+def test_a_backward_that_ends_early_waits_for_what_it_asked_for():
+    """Memory that a copy is still written into must not be given back to what is computed next."""
+
+    class Recorder:
+        def __init__(self):
+            self.started, self.waited = set(), set()
+
+        def to_host(self, x):
+            return x.clone(), None
+
+        def to_device(self, host):
+            self.started.add(len(self.started))
+            return host.clone(), len(self.started) - 1
+
+        def wait(self, event):
+            if event is not None:
+                self.waited.add(event)
+
+    copier = Recorder()
+    model = model_of(Recompute.block, num_layers=3, offload=Offload(copier, min_bytes=1))
+    loss = loss_of(model)
+    torch.autograd.grad(loss, list(model.layers[-1].parameters()))
+    del loss, model
+    gc.collect()
+    assert copier.started == copier.waited

@@ -24,13 +24,13 @@ def test_every_preset_composes_and_loads(model, data):
     assert isinstance(config.data.sequence_length, int)
 
 
-@pytest.mark.parametrize(("experiment", "ranks"), [("8b_1m", 32), ("7b_256k", 32), ("laptop", 2)])
+@pytest.mark.parametrize(("experiment", "ranks"), [("8b_1m", 32), ("7b_256k", 32), ("laptop", 2), ("million", 4)])
 def test_every_experiment_fits_its_ranks(experiment, ranks):
     assert resolve(compose([f"experiment={experiment}"]), ranks).world == ranks
 
 
 def test_every_experiment_is_tested():
-    assert set(presets("experiment")) == {"8b_1m", "7b_256k", "laptop"}
+    assert set(presets("experiment")) == {"8b_1m", "7b_256k", "laptop", "million"}
 
 
 def test_published_sizes():
