@@ -7,19 +7,21 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from conf.compose import compose
 from conf.schema import TrainConfig, parse_length, resolve
 from training import timeline
+from training.max_context import longest
+from training.nearest import MOST_RANKS, nearest
 from training.plan_record import record, rows
 from training.plan_table import longest_line, page, ranking, verdict
 from training.planning import default_ranks, plan
-from training.searching import MOST_RANKS, Row, longest, nearest, search
+from training.searching import Row, search
 
-DONE, BUG, CONFIGURATION, INPUT_OUTPUT = 0, 1, 3, 74  # exit codes
+DONE, CONFIGURATION, INPUT_OUTPUT = 0, 3, 74  # exit codes
 
 DESCRIPTION = """\
 What a config of train.py needs and how fast it can be: memory of a rank by cause against the device's, time of a step
@@ -39,14 +41,20 @@ examples:
   python plan.py experiment=8b_1m --ranks 64 --max-context      the longest sequence on 64 ranks
   python plan.py model=70b cluster=h100_ib400 train.dtype=bfloat16 data.sequence_length=128K --ranks 64 --search
 
-exit codes: 0 it fits; 3 it is refused, or does not fit: then the nearest config that fits is named; 74 a file cannot
-be written
+exit codes: 0 it fits; 3 it is refused or does not fit, then the nearest config that runs is named, or something else
+that was asked for cannot be; 74 a file cannot be written
 """
 
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         self.exit(CONFIGURATION, f"error: {message}: python plan.py --help lists what there is\n")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of ranks: use 1 or more")
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -56,14 +64,14 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="key=value, as for train.py")
     made.add_argument(
         "--ranks",
-        type=int,
+        type=positive,
         metavar="N",
         help="ranks in all; default: data × sequence × tensor, where parallel.data=-1 counts as 1",
     )
     made.add_argument(
         "--documents",
         metavar="LENGTHS",
-        help="lengths of the documents of each sequence, like 512K,8x64K; default: one as long as it, the most work",
+        help="lengths of the documents of each sequence, like 512K,8x64K for one and eight; default: one as long as it",
     )
     made.add_argument(
         "--search",
@@ -86,11 +94,12 @@ def main(arguments: Sequence[str]) -> int:
     result: dict[str, Any] = {}
     try:
         code = run(options, say, result)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         message = " ".join(str(error).splitlines())
         print(f"error: {message}", file=sys.stderr)
-        result |= {"fits": False, "refusals": [message]}
-        code = CONFIGURATION
+        # A plan that is good stays so where something else that was asked for fails.
+        result |= {"error": message} if "fits" in result else {"fits": False, "refusals": [message]}
+        code = INPUT_OUTPUT if isinstance(error, OSError) else CONFIGURATION
     text = json.dumps(result, indent=1) + "\n"
     if alone:
         print(text, end="")
@@ -100,7 +109,10 @@ def main(arguments: Sequence[str]) -> int:
     return code
 
 
-def run(options: argparse.Namespace, say, result: dict[str, Any]) -> int:
+def run(options: argparse.Namespace, say: Callable[[str], None], result: dict[str, Any]) -> int:
+    """Fills `result` with what is found. Raises ValueError and OSError, for what may fail of a good plan at the end."""
+    if options.documents is not None and options.max_context:
+        raise ValueError("--max-context is about sequences of one document: leave out --documents, or --max-context")
     config = compose(options.overrides)
     ranks = default_ranks(config) if options.ranks is None else options.ranks
     lengths = documents(options.documents, config)
@@ -112,16 +124,15 @@ def run(options: argparse.Namespace, say, result: dict[str, Any]) -> int:
         if not str(error).startswith("parallel."):
             raise
         # Such as buffers beyond their budget: other axes may do.
-        raise ValueError(f"{error}; {advice(ranks, nearest(config, ranks, lengths))}") from None
+        near = nearest(config, ranks, lengths)
+        result["nearest"] = near and named(near)
+        raise ValueError(f"{error}; {advice(ranks, near)}") from None
     result |= record(found)
     say(page(found))
     say(f"\n{verdict(found)}")
-    if options.plot is not None:
-        timeline.draw(found, options.plot)
-        say(f"\n{options.plot}: one layer's ring")
-    if not found.fits:
+    if not found.fits or found.refusals:
         near = nearest(config, ranks, lengths)
-        result["nearest"] = near and {"overrides": near.overrides, "ranks": near.degrees.world}
+        result["nearest"] = near and named(near)
         say(advice(ranks, near))
     if options.search:
         ranked = search(config, ranks, lengths)
@@ -131,6 +142,9 @@ def run(options: argparse.Namespace, say, result: dict[str, Any]) -> int:
         most = longest(config, ranks)
         result["max_context"] = dataclasses.asdict(most)
         say(f"\n{longest_line(most)}")
+    if options.plot is not None:
+        timeline.draw(found, options.plot)
+        say(f"\n{options.plot}: one layer's ring")
     return DONE if found.fits and not found.refusals else CONFIGURATION
 
 
@@ -138,25 +152,36 @@ def documents(text: str | None, config: TrainConfig) -> tuple[int, ...] | None:
     """Lengths of documents from text like 512K,8x64K; None for None."""
     if text is None:
         return None
-    lengths: list[int] = []
+    parts: list[tuple[int, int]] = []  # how many of which length
     for part in text.split(","):
-        times, _, length = part.strip().rpartition("x")
-        lengths += [parse_length("--documents", length)] * (parse_length("--documents", times) if times else 1)
-    whole = int(config.data.sequence_length)
-    if sum(lengths) > whole:
-        raise ValueError(f"--documents {text} are {sum(lengths)} tokens, more than data.sequence_length={whole}")
-    return tuple(lengths)
+        times, crossed, length = part.strip().partition("x")
+        if not crossed:
+            times, length = "1", times
+        if not times.isdecimal() or not int(times):
+            right = f"{length}x{times}" if length.isdecimal() and times else "8x64K"
+            raise ValueError(f"--documents {part.strip()} has no plain number before its x: write it like {right}")
+        parts.append((int(times), parse_length("--documents", length)))
+    tokens, whole = sum(times * length for times, length in parts), int(config.data.sequence_length)
+    if tokens > whole:
+        raise ValueError(f"--documents {text} are {tokens} tokens, more than data.sequence_length={whole}")
+    return tuple(length for times, length in parts for _ in range(times))
+
+
+def named(near: Row) -> dict[str, Any]:
+    """The nearest config for machines; `arguments` are its overrides, with --ranks where these do not say it."""
+    return {"arguments": near.arguments, "overrides": near.overrides, "ranks": near.degrees.world}
 
 
 def advice(ranks: int, near: Row | None) -> str:
-    """The nearest config that fits, in words that can be pasted."""
+    """The nearest config that runs, in words that can be pasted."""
     if near is None:
         return (
-            f"no config fits, on up to {max(ranks, MOST_RANKS)} ranks either: use a smaller model or shorter sequences"
+            f"no config fits and is accepted, on up to {max(ranks, MOST_RANKS)} ranks either: use a smaller model or "
+            "shorter sequences"
         )
     more = f" on {near.degrees.world} ranks" if near.degrees.world != ranks else ""
     return (
-        f"nearest that fits{more}: {near.overrides}   ({near.peak_bytes / 1e9:.1f} GB a rank, "
+        f"nearest that fits{more}: {near.arguments}   ({near.peak_bytes / 1e9:.1f} GB a rank, "
         f"{near.timing.tokens_per_second:,.0f} tokens/s)"
     )
 

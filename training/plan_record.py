@@ -7,7 +7,6 @@ from training.estimate import num_parameters
 from training.planning import Plan
 from training.ring_time import Attention
 from training.searching import Search
-from training.timing import Timing
 
 
 def record(plan: Plan) -> dict[str, Any]:
@@ -16,6 +15,7 @@ def record(plan: Plan) -> dict[str, Any]:
     return {
         "fits": plan.fits,
         "refusals": list(plan.refusals),
+        "notes": list(plan.notes),
         "model": config.model.name,
         "parameters": num_parameters(config.model),
         "cluster": config.cluster.name,
@@ -45,7 +45,7 @@ def record(plan: Plan) -> dict[str, Any]:
             "host_bytes_per_node": plan.host_bytes,
             "host_limit_bytes_per_node": config.cluster.host_memory_bytes,
         },
-        "time": times(plan.timing),
+        "time": _times(plan),
         "blocks": [
             {
                 "link": one.link,
@@ -64,17 +64,15 @@ def record(plan: Plan) -> dict[str, Any]:
     }
 
 
-def times(time: Timing) -> dict[str, Any]:
-    """A timing as plain values."""
+def _times(plan: Plan) -> dict[str, Any]:
+    time = plan.timing
     return {
         "step_seconds": time.step_seconds,
         "exposed_seconds": time.exposed_seconds,
         "tokens": time.tokens,
         "tokens_per_second": time.tokens_per_second,
         "tokens_per_second_per_rank": time.tokens_per_second / time.ranks,
-        "mfu_causal": time.mfu_causal,
-        "mfu_noncausal": time.mfu_noncausal,
-        "mfu_ceiling": time.mfu_ceiling,
+        **{f"mfu_{name}": value for name, value in plan.mfu.items()},
         "flops_causal": time.flops_causal,
         "flops_noncausal": time.flops_noncausal,
         "causes": {name: cause._asdict() for name, cause in time.causes.items()},
@@ -105,13 +103,15 @@ def rows(found: Search) -> dict[str, Any]:
         "fell_out": dict(found.fell_out),
         "rows": [
             {
+                "arguments": row.arguments,
                 "overrides": row.overrides,
+                "ranks": row.degrees.world,
                 "changes": _plain(row.changes),
                 "layout": row.layout,
                 "peak_bytes": row.peak_bytes,
                 "step_seconds": row.timing.step_seconds,
                 "tokens_per_second": row.timing.tokens_per_second,
-                "mfu_causal": row.timing.mfu_causal,
+                "mfu_causal": row.timing.mfu_causal if found.trusted else None,
             }
             for row in found.rows
         ],

@@ -2,8 +2,10 @@
 
 from parallel.route import Route
 from training.estimate import num_parameters
-from training.planning import Plan
-from training.searching import Longest, Row, Search
+from training.max_context import Longest
+from training.planning import Plan, shortage
+from training.refusals import slower
+from training.searching import Row, Search
 from training.step_time import COMMUNICATION, COMPUTE
 
 BAR = 24  # characters of a whole bar
@@ -13,6 +15,7 @@ AXES = {
     "ulysses": "ulysses",
     "tensor": "tensor",
     "shard": "weights and gradients",
+    "replicate": "gradients of replicas",
 }
 
 
@@ -25,13 +28,10 @@ def page(plan: Plan) -> str:
 def verdict(plan: Plan) -> str:
     """The last lines: what the run would refuse, and whether it fits."""
     lines = [f"REFUSED  {text}" for text in plan.refusals]
-    cluster, peak, limit = plan.config.cluster, plan.peak_bytes, plan.limit_bytes
-    if peak > limit:
-        lines.append(f"DOES NOT FIT  a rank needs {_bytes(peak)} of {_bytes(limit)}: {_bytes(peak - limit)} too much")
-    if plan.host_bytes > cluster.host_memory_bytes:
-        needed, there = _bytes(plan.host_bytes), _bytes(cluster.host_memory_bytes)
-        lines.append(f"DOES NOT FIT  a node's host needs {needed} of {there} for what its ranks offload")
-    return "\n".join(lines) or "FITS  and nothing is refused"
+    if short := shortage(plan.config, plan.degrees, plan.memory):
+        lines.append(f"DOES NOT FIT  {short.partition(': ')[2]}")
+    lines = lines or ["FITS  and nothing is refused"]
+    return "\n".join(lines + [f"note: {text}" for text in plan.notes])
 
 
 def _head(plan: Plan) -> str:
@@ -97,17 +97,27 @@ def _time(plan: Plan) -> str:
     lines.append(_line("step", _seconds(step), exposed, 1.0))
     lines.append("")
     lines.append(
-        f"  {time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second / time.ranks:,.1f} a rank; MFU "
-        f"{100 * time.mfu_causal:.1f} % causal, {100 * time.mfu_noncausal:.1f} % non-causal; these kernels alone would "
-        f"reach {100 * time.mfu_ceiling:.1f} % causal"
+        f"  {time.tokens_per_second:,.0f} tokens/s, {time.tokens_per_second / time.ranks:,.1f} a rank{_mfu(plan)}"
     )
+    if text := slower(plan.config, plan.kernel):
+        lines.append(f"  {text}")
     return "\n".join(lines)
 
 
+def _mfu(plan: Plan) -> str:
+    causal, noncausal, ceiling = plan.mfu.values()
+    if causal is None or ceiling is None:
+        return ""
+    also = f", {100 * noncausal:.1f} % non-causal" if noncausal is not None else ""
+    return f"; MFU {100 * causal:.1f} % causal{also}; these kernels alone would reach {100 * ceiling:.1f} % causal"
+
+
 def _blocks(plan: Plan) -> str:
+    if not plan.whole and plan.setting.ring_size > 1:
+        return "whether blocks are long enough to hide their transfer: not for packed documents, see the ring's time"
     if not plan.conditions:
         return ""
-    lines = [f"{'tokens of a rank':<34}{'needs':>12}{'has':>14}"]
+    lines = [f"{'tokens of a ring rank':<34}{'needs':>12}{'has':>14}"]
     for one in plan.conditions:
         factor = one.tokens / one.needed_tokens
         words = (
@@ -159,9 +169,10 @@ def ranking(found: Search, most: int = 12) -> str:
     head = f"  {'tokens/s':>12}{'MFU':>8}{'memory':>12}  {'layout and route':<24}overrides"
     lines = [f"{len(found.rows):,} of {found.tried:,} configs fit; the fastest of each way to cut the ranks:", head]
     for row in sorted(best.values(), key=lambda row: -row.timing.tokens_per_second)[:most]:
+        mfu = f"{100 * row.timing.mfu_causal:.1f} %" if found.trusted else "-"
         lines.append(
-            f"  {row.timing.tokens_per_second:>12,.0f}{100 * row.timing.mfu_causal:>6.1f} %{_bytes(row.peak_bytes):>12}"
-            f"  {row.layout:<24}{row.overrides or '(as given)'}"
+            f"  {row.timing.tokens_per_second:>12,.0f}{mfu:>8}{_bytes(row.peak_bytes):>12}"
+            f"  {row.layout:<24}{row.arguments or '(as given)'}"
         )
     if len(best) > most:
         lines.append(f"  … and {len(best) - most} more ways (--json has all)")
@@ -172,10 +183,14 @@ def ranking(found: Search, most: int = 12) -> str:
 
 
 def longest_line(found: Longest) -> str:
-    return (
-        f"longest sequence: data.sequence_length={found.tokens} ({found.tokens:,} tokens, {_bytes(found.peak_bytes)} a "
-        f"rank); with {found.unit:,} more: {found.reason}"
-    )
+    lines = [
+        f"longest sequence: {found.tokens:,} tokens ({_bytes(found.peak_bytes)} a rank); with {found.unit:,} more: "
+        f"{found.reason}",
+        f"  {found.arguments}",
+    ]
+    if found.pinned:
+        lines.append("  with these layouts and routes set: where they are auto, a run may choose others that need more")
+    return "\n".join(lines)
 
 
 def _line(name: str, value: str, more: str = "", share: float = 0.0) -> str:

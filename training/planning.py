@@ -4,22 +4,26 @@ Memory is `training.memory`'s, time `training.timing`'s, and what a run would re
 refuse it. Nothing is clamped: a plan that does not fit is reported as it is.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from conf.schema import Degrees, Device, TrainConfig, resolve
-from model.blocks import blocks
 from model.kernels import capability
+from parallel import layout
 from parallel.choose import Choice
-from parallel.setting import Setting
+from parallel.setting import Setting, shape
 from training.estimate import num_parameters
 from training.memory import Memory, memory
+from training.refusals import choose_kernel, refusals, slower
 from training.ring_time import Attention, play_all
 from training.timing import Timing, timing
 
 USABLE = 0.9  # of a GPU's memory: see `training.memory`
+INDEXED = (1 << 31) - 1  # elements that kernels count in 32 bits
+
+Documents = tuple[tuple[int, ...], ...]  # of each sequence of a micro-batch, the lengths of its documents
 
 
 @dataclass(frozen=True)
@@ -44,16 +48,39 @@ class Condition:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """One config on so many ranks. `refusals`: what ends the run before its first step, in its own words.
+class Judged:
+    """What decides whether a config can run, without a second of its time.
 
     Attributes:
+        plans: of the rank that needs most memory.
+        kernel: that the run would take; `kernels` what each can do, as far as this machine has the packages.
+        refusals: what ends the run before its first step, in its own words.
+        notes: what a reader must know who trusts the figures.
+    """
+
+    setting: Setting
+    choices: dict[str, Choice]
+    plans: dict[str, np.ndarray]
+    memory: Memory
+    kernel: str
+    kernels: tuple[capability.Row, ...]
+    refusals: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One config on so many ranks; `refusals` and `notes` as in `Judged`.
+
+    Attributes:
+        documents: of each sequence of a micro-batch.
         checkpoint_bytes, checkpoint_seconds: of all ranks together; all nodes write at once.
         host_bytes: of one node, for what is offloaded.
     """
 
     config: TrainConfig
     degrees: Degrees
+    documents: Documents
     setting: Setting
     attention: Mapping[str, Attention]
     memory: Memory
@@ -62,6 +89,7 @@ class Plan:
     kernel: str
     kernels: tuple[capability.Row, ...]
     refusals: tuple[str, ...]
+    notes: tuple[str, ...]
     checkpoint_bytes: int
     checkpoint_seconds: float
     host_bytes: float
@@ -74,6 +102,25 @@ class Plan:
     def fits(self) -> bool:
         """In a rank's memory and in its node's."""
         return not shortage(self.config, self.degrees, self.memory)
+
+    @property
+    def whole(self) -> bool:
+        """Whether each sequence is one document."""
+        return self.documents == whole(self.config)
+
+    @property
+    def mfu(self) -> dict[str, float | None]:
+        """Causal, non-causal and what kernels alone would reach.
+
+        None where the cluster's rates are not those of this dtype and kernel; non-causal with packed documents too:
+        it counts pairs of tokens of different documents, and exceeds 100 %.
+        """
+        time, hold = self.timing, not slower(self.config, self.kernel)
+        return {
+            "causal": time.mfu_causal if hold else None,
+            "noncausal": time.mfu_noncausal if hold and self.whole else None,
+            "ceiling": time.mfu_ceiling if hold else None,
+        }
 
     @property
     def causes(self) -> dict[str, float]:
@@ -95,7 +142,7 @@ def default_ranks(config: TrainConfig) -> int:
     return max(1, config.parallel.data) * config.parallel.sequence * config.parallel.tensor
 
 
-def whole(config: TrainConfig) -> tuple[tuple[int, ...], ...]:
+def whole(config: TrainConfig) -> Documents:
     """The documents of a micro-batch where each sequence is one document, which takes most."""
     return ((int(config.data.sequence_length),),) * config.train.micro_batch_size
 
@@ -107,30 +154,64 @@ def plan(config: TrainConfig, ranks: int, documents: Sequence[Sequence[int]] | N
         ValueError: where there is nothing to plan: axes that do not make so many ranks, or a budget below one block.
     """
     degrees = resolve(config, ranks)
-    documents = documents or whole(config)
-    setting = Setting(config, degrees, say=lambda text: None)
-    choices = setting.choose(documents)
-    needs = memory(config, degrees, largest_plans(config, degrees, setting, documents, choices))
-    attention = play_all(setting, documents, choices)
+    documents = tuple(map(tuple, documents or whole(config)))
+    judged = judge(config, degrees, documents)
+    setting, needs = judged.setting, judged.memory
+    attention = play_all(setting, documents, judged.choices)
     cluster, on_node = config.cluster, min(config.cluster.node_gpus, ranks)
-    kernel, kernels, refused = choose_kernel(config)
     nodes = -(-ranks // cluster.node_gpus)
     checkpoint_bytes = 3 * max(4, setting.shape.element_bytes) * num_parameters(config.model)
     return Plan(
         config=config,
         degrees=degrees,
+        documents=documents,
         setting=setting,
         attention=attention,
         memory=needs,
         timing=timing(config, degrees, setting, documents, needs.host_bytes, attention),
-        conditions=tuple(conditions(config, setting, attention)),
-        kernel=kernel,
-        kernels=tuple(kernels),
-        refusals=tuple(refused + refusals(config, degrees, setting, choices, kernel)),
+        conditions=tuple(conditions(config, setting, attention)) if documents == whole(config) else (),
+        kernel=judged.kernel,
+        kernels=judged.kernels,
+        refusals=judged.refusals,
+        notes=judged.notes,
         checkpoint_bytes=checkpoint_bytes,
         checkpoint_seconds=checkpoint_bytes / (nodes * cluster.disk_bytes_per_second),
         host_bytes=needs.host_bytes * on_node,
     )
+
+
+def judge(config: TrainConfig, degrees: Degrees, documents: Documents) -> Judged:
+    """Memory and refusals, by the functions that the run itself asks. Raises ValueError as `plan` does."""
+    setting = settle(config, degrees)
+    choices = setting.choose(documents)
+    plans = largest_plans(config, degrees, setting, documents, choices)
+    kernel, kernels, refused, notes = choose_kernel(config)
+    refused += refusals(config, degrees, setting, choices, kernel)
+    needs = memory(config, degrees, plans)
+    return Judged(setting, choices, plans, needs, kernel, tuple(kernels), tuple(refused), tuple(notes))
+
+
+def settle(config: TrainConfig, degrees: Degrees) -> Setting:
+    """The run's `Setting`.
+
+    Raises:
+        ValueError: where buffers exceed parallel.buffer_blocks, or what kernels can index, whichever is less.
+    """
+    try:
+        return Setting(config, degrees, say=lambda text: None)
+    except ValueError:
+        parallel, ring = config.parallel, degrees.sequence // degrees.ulysses
+        multiple = degrees.ulysses * degrees.tensor
+        padded = layout.padded_length(parallel.layout, int(config.data.sequence_length), ring, multiple)
+        rows = config.train.micro_batch_size * padded // ring
+        blocks = INDEXED // (shape(config).key_elements * rows)
+        if blocks - 1 >= parallel.buffer_blocks:
+            raise
+        raise ValueError(
+            f"parallel.sequence={parallel.sequence} leaves {rows} tokens to a ring rank, of whose keys and values a "
+            f"kernel that counts elements in 32 bits indexes {blocks} blocks, too few for any layout and route that is "
+            f"left: use more ranks (parallel.sequence) or a smaller train.micro_batch_size"
+        ) from None
 
 
 def largest_plans(
@@ -164,54 +245,27 @@ def limit_bytes(config: TrainConfig) -> float:
 
 
 def shortage(config: TrainConfig, degrees: Degrees, needs: Memory) -> str:
-    """What there is too little of, in words; "" where all fits: a rank's peak, and what its node's ranks offload."""
+    """What there is too little of, in words; "" where all fits.
+
+    A rank's peak, and in its node's memory what the node's ranks offload; where ranks compute on CPUs, all they have.
+    """
     peak, limit, cluster = peak_bytes(config, needs), limit_bytes(config), config.cluster
+    on_node, there = min(cluster.node_gpus, degrees.world), cluster.host_memory_bytes
     if peak > limit:
-        return f"memory: a rank needs {peak / 1e9:.2f} GB of {limit / 1e9:.2f}"
-    hosted = needs.host_bytes * min(cluster.node_gpus, degrees.world)
-    if hosted > cluster.host_memory_bytes:
-        return f"host memory: a node needs {hosted / 1e9:.0f} GB of {cluster.host_memory_bytes / 1e9:.0f}"
+        return f"memory: a rank needs {_gb(peak)} of {_gb(limit)}: {_gb(peak - limit)} too much"
+    if needs.host_bytes * on_node > there:
+        hosted = _gb(needs.host_bytes * on_node)
+        return f"host memory: a node's host needs {hosted} of {_gb(there)} for what its ranks offload"
+    if cluster.device is Device.cpu and peak * on_node > there:
+        return (
+            f"host memory: {on_node} ranks of a node share its memory (cluster.host_memory_bytes) and need "
+            f"{_gb(peak * on_node)} of {_gb(there)}, {_gb(peak)} each"
+        )
     return ""
 
 
-def choose_kernel(config: TrainConfig) -> tuple[str, list[capability.Row], list[str]]:
-    """(the kernel the run would take, what each can do, why it is refused). As far as this machine has the packages."""
-    device, dtype, model = str(config.cluster.device), str(config.train.dtype), config.model
-    rows = capability.table(device, dtype, model.head_dim)
-    windowed = model.attention_window > 0
-    try:
-        return capability.choose(config.parallel.kernel, device, dtype, windowed, model.head_dim), rows, []
-    except ValueError as error:
-        return str(config.parallel.kernel), rows, [str(error)]
-
-
-def refusals(
-    config: TrainConfig, degrees: Degrees, setting: Setting, choices: Mapping[str, Choice], kernel: str
-) -> list[str]:
-    """What the run would refuse before its first step, besides what `Setting` refuses and what does not fit."""
-    found = []
-
-    def ask(question: Callable[[], object]) -> None:
-        try:
-            question()
-        except ValueError as error:
-            if str(error) not in found:
-                found.append(str(error))
-
-    shape, device = setting.shape, str(config.cluster.device)
-    ask(lambda: blocks(config.model, shape.element_bytes, int(config.cluster.block_bytes), degrees.tensor))
-    rows = config.train.micro_batch_size * setting.local_length * degrees.ulysses
-    ask(lambda: capability.refuse_large(rows * shape.num_heads * shape.head_dim, kernel, device))
-    for choice in choices.values():
-        arena = rows + choice.buffer_rows
-        if choice.route.name == "gather":
-            arena = rows * setting.ring_size // choice.route.head_groups
-        ask(lambda arena=arena: capability.refuse_large(arena * shape.key_elements, kernel, device))
-    if config.train.offload and config.cluster.device is Device.cpu:
-        found.append(
-            "train.offload=true needs GPUs: on cluster.device=cpu memory is the host's already, use train.offload=false"
-        )
-    return found
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
 def conditions(config: TrainConfig, setting: Setting, attention: Mapping[str, Attention]) -> Iterator[Condition]:

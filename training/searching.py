@@ -1,4 +1,4 @@
-"""Which configs do better than the one given: the fastest, the nearest that fits, the longest sequence. No torch."""
+"""The fastest configs for so many ranks. No torch here."""
 
 import copy
 import itertools
@@ -8,17 +8,25 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from conf.schema import Degrees, Device, Layout, Recompute, Route, TrainConfig, check, check_ulysses, resolve
-from parallel.setting import Setting
+from conf.schema import (
+    Degrees,
+    Device,
+    Layout,
+    Recompute,
+    Route,
+    TrainConfig,
+    check,
+    check_ulysses,
+    resolve,
+)
+from parallel.choose import Choice
 from training.estimate import num_parameters
 from training.memory import ELEMENT_BYTES, memory
-from training.planning import choose_kernel, largest_plans, limit_bytes, peak_bytes, refusals, shortage, whole
+from training.planning import Documents, default_ranks, largest_plans, limit_bytes, peak_bytes, settle, shortage, whole
+from training.refusals import choose_kernel, refusals, slower
 from training.ring_time import play_all
 from training.timing import Timing, timing
 
-MOST_RANKS = 1024  # how far `nearest` looks
-ALIGNED_TOKENS = 128  # of which a rank's part of the longest sequence is a multiple
-LONGEST_TOKENS = 1 << 40
 LARGE_RING = 32  # ranks from which on `auto` takes seconds: more are looked at with a relay first
 EXACT = 3  # ways to cut the ranks that are then looked at as they would run
 
@@ -56,27 +64,36 @@ class Row:
 
     @property
     def overrides(self) -> str:
-        text = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.changes.items()}
-        return " ".join(f"{key}={value}" for key, value in text.items())
+        return overrides(self.changes)
+
+    @property
+    def arguments(self) -> str:
+        """What `plan.py` is given besides the config's own overrides; the number of ranks where axes do not say it."""
+        return arguments(self.changes, self.config, self.degrees.world)
+
+
+def overrides(changes: Changes) -> str:
+    text = {key: str(value).lower() if isinstance(value, bool) else value for key, value in changes.items()}
+    return " ".join(f"{key}={value}" for key, value in text.items())
+
+
+def arguments(changes: Changes, config: TrainConfig, ranks: int) -> str:
+    """Overrides for `plan.py`; `config` has the changes already."""
+    given = f"--ranks {ranks}" if default_ranks(config) != ranks else ""
+    return " ".join(part for part in (overrides(changes), given) if part)
 
 
 @dataclass(frozen=True)
 class Search:
-    """Rows that fit, the fastest first; of the others, how many fell out for which reason."""
+    """Rows that fit, the fastest first; of the others, how many fell out for which reason.
+
+    `trusted`: whether the cluster's rates are those of this dtype and kernel (`training.planning.slower`).
+    """
 
     rows: list[Row]
     fell_out: Counter
     tried: int
-
-
-@dataclass(frozen=True)
-class Longest:
-    """The longest sequence that fits, a multiple of `unit` tokens, and what stands against one unit more."""
-
-    tokens: int
-    unit: int
-    peak_bytes: float
-    reason: str
+    trusted: bool = True
 
 
 def search(config: TrainConfig, ranks: int, lengths: Sequence[int] | None = None) -> Search:
@@ -87,10 +104,10 @@ def search(config: TrainConfig, ranks: int, lengths: Sequence[int] | None = None
     """
     rows: dict[str, list[Row]] = {}
     fell_out: Counter = Counter()
-    policies, ways, rough = list(_policies(config)), list(_axes(config, ranks)), {}
+    policies, ways, rough = list(all_policies(config)), list(all_axes(config, ranks)), {}
     for axes in ways:
         large = axes["parallel.sequence"] // axes["parallel.ulysses"] > LARGE_RING
-        simple = _simple(config) if large and not lengths else {}
+        simple = simplified(config) if large and not lengths else {}
         try:
             rows[str(axes)] = _cut(config, ranks, axes, simple, policies, lengths, fell_out)
         except ValueError as error:
@@ -107,89 +124,17 @@ def search(config: TrainConfig, ranks: int, lengths: Sequence[int] | None = None
         itertools.chain.from_iterable(rows.values()),
         key=lambda row: (-float(f"{row.timing.tokens_per_second:.4g}"), row.distance),
     )
-    return Search(ranked, fell_out, len(ways) * len(policies))
+    trusted = not slower(config, choose_kernel(config)[0])
+    return Search(ranked, fell_out, len(ways) * len(policies), trusted)
 
 
-def nearest(config: TrainConfig, ranks: int, lengths: Sequence[int] | None = None) -> Row | None:
-    """The config that fits and differs least from `config`: on as many ranks, else on twice as many, and so on."""
-    while True:
-        if found := search(config, ranks, lengths).rows:
-            return min(found, key=lambda row: (row.distance, -row.timing.tokens_per_second))
-        ranks *= 2
-        if ranks > MOST_RANKS:
-            return None
+def documents_of(config: TrainConfig, lengths: Sequence[int] | None) -> Documents:
+    return (tuple(lengths),) * config.train.micro_batch_size if lengths else whole(config)
 
 
-def longest(config: TrainConfig, ranks: int) -> Longest:
-    """The longest sequence, one document, that the config's axes and policies have memory for.
-
-    Between one length that fits and one that does not, the next guess is where a straight line of the peaks meets the
-    limit; the longest has been found when one unit more does not fit.
-
-    Raises:
-        ValueError: where not even one unit fits.
-    """
-    degrees = resolve(config, ranks)
-    settled = _settled(config, degrees)
-    unit = degrees.sequence * degrees.tensor * ALIGNED_TOKENS
-    peaks: dict[int, tuple[float, str]] = {}
-
-    def reason(units: int) -> str:
-        if units not in peaks:
-            peaks[units] = _peak(settled, ranks, degrees.accumulation, units * unit)
-            if peaks[units][0] == math.inf and settled is not config:
-                peaks[units] = _peak(config, ranks, degrees.accumulation, units * unit)
-        return peaks[units][1]
-
-    low, high = 0, max(1, int(config.data.sequence_length) // unit)
-    while not reason(high):
-        if high * unit > LONGEST_TOKENS:
-            raise ValueError(f"sequences of {high * unit:,} tokens still fit: nothing in this config grows with them")
-        low, high = high, 2 * high
-    while high - low > 1:
-        guess = (low + high) // 2
-        (below, _), (above, _) = peaks.get(low, (math.nan, "")), peaks[high]
-        if below < above < math.inf:
-            line = low + (high - low) * (limit_bytes(config) - below) / (above - below)
-            guess = min(high - 1, max(low + 1, math.floor(line) + (math.floor(line) == low)))
-        low, high = (guess, high) if not reason(guess) else (low, guess)
-    if low == 0:
-        raise ValueError(f"data.sequence_length={unit}, {ALIGNED_TOKENS} tokens a rank, does not fit: {reason(1)}")
-    return Longest(low * unit, unit, peaks[low][0], reason(high))
-
-
-def _settled(config: TrainConfig, degrees: Degrees) -> TrainConfig:
-    """The config with the layout and route that `auto` chooses for its own length, where asking takes seconds."""
-    if degrees.sequence // degrees.ulysses <= LARGE_RING:
-        return config
-    try:
-        choice = next(iter(Setting(config, degrees, say=lambda text: None).choose(whole(config)).values()))
-    except ValueError:
-        return config
-    depth = choice.route.depth if choice.route.name == "direct" else 0
-    route = Route(choice.route.name)
-    settled = {"parallel.layout": Layout(choice.layout_name), "parallel.route": route, "parallel.prefetch": depth}
-    return vary(config, settled)
-
-
-def _peak(config: TrainConfig, ranks: int, accumulation: int, length: int) -> tuple[float, str]:
-    """(peak bytes of a rank, why sequences of `length` tokens cannot be; "" where they can)."""
-    changes: dict[str, object] = {"data.sequence_length": length}
-    if config.train.global_batch_tokens is not None:
-        data = ranks // (config.parallel.sequence * config.parallel.tensor)
-        changes["train.global_batch_tokens"] = accumulation * data * config.train.micro_batch_size * length
-    try:
-        varied = vary(config, changes)
-        degrees = resolve(varied, ranks)
-        setting = Setting(varied, degrees, say=lambda text: None)
-        choices = setting.choose(whole(varied))
-        needs = memory(varied, degrees, largest_plans(varied, degrees, setting, whole(varied), choices))
-        refused = refusals(varied, degrees, setting, choices, choose_kernel(varied)[0])
-    except ValueError as error:
-        return math.inf, str(error)
-    if refused:
-        return math.inf, refused[0]
-    return peak_bytes(varied, needs), shortage(varied, degrees, needs)
+def named(choice: Choice) -> str:
+    """Layout and route of a choice, in words."""
+    return f"{choice.layout_name} {choice.route.name}" + " via nodes" * (choice.route.node_ranks > 0)
 
 
 def _cut(
@@ -207,14 +152,15 @@ def _cut(
     """
     cut = vary(config, axes | simple)
     degrees = resolve(cut, ranks)
-    if _least_bytes(cut, degrees) > limit_bytes(cut):
+    if least_bytes(cut, degrees) > limit_bytes(cut):
         fell_out["memory"] += len(policies)
         return []
-    setting = Setting(cut, degrees, say=lambda text: None)
-    documents = (tuple(lengths),) * cut.train.micro_batch_size if lengths else whole(cut)
+    setting = settle(cut, degrees)
+    documents = documents_of(cut, lengths)
     choices = setting.choose(documents)
     plans = largest_plans(cut, degrees, setting, documents, choices)
-    refused = refusals(cut, degrees, setting, choices, choose_kernel(cut)[0])
+    kernel, _, refused, _ = choose_kernel(cut)
+    refused += refusals(cut, degrees, setting, choices, kernel)
     if refused:
         raise ValueError(refused[0])
     fitting = []
@@ -233,19 +179,18 @@ def _cut(
     if not fitting:
         return []
     attention = play_all(setting, documents, choices)
-    choice = next(iter(choices.values()))
-    layout = f"{choice.layout_name} {choice.route.name}" + " via nodes" * (choice.route.node_ranks > 0)
+    layout = named(next(iter(choices.values())))
     rows = []
     for policy, varied, degrees, needs in fitting:
-        varied = vary(varied, {key: _now(config, key) for key in simple})
-        changes = {key: value for key, value in (axes | policy).items() if value != _now(config, key)}
-        distance = sum(_distance(_now(config, key), value) for key, value in changes.items())
+        varied = vary(varied, {key: now(config, key) for key in simple})
+        changes = {key: value for key, value in (axes | policy).items() if value != now(config, key)}
+        distance = sum(distance_of(now(config, key), value) for key, value in changes.items())
         time = timing(varied, degrees, setting, documents, needs.host_bytes, attention)
         rows.append(Row(varied, degrees, changes, distance, peak_bytes(varied, needs), needs.host_bytes, time, layout))
     return rows
 
 
-def _least_bytes(config: TrainConfig, degrees: Degrees) -> float:
+def least_bytes(config: TrainConfig, degrees: Degrees) -> float:
     """Of a rank under any policy, so that what is far from fitting needs no ring: states; unless offloaded, inputs."""
     element = ELEMENT_BYTES[config.train.dtype]
     states = 3 * max(4, element) * num_parameters(config.model) / (degrees.data * degrees.sequence * degrees.tensor)
@@ -254,7 +199,7 @@ def _least_bytes(config: TrainConfig, degrees: Degrees) -> float:
     return config.cluster.runtime_bytes + states + layers * tokens * config.model.model_dim * element
 
 
-def _simple(config: TrainConfig) -> dict[str, object]:
+def simplified(config: TrainConfig) -> dict[str, object]:
     """What a large ring is looked at with first: a balanced layout's relay, nearly as good as what `auto` finds."""
     parallel = config.parallel
     if parallel.layout is not Layout.auto or parallel.route is not Route.auto:
@@ -262,7 +207,7 @@ def _simple(config: TrainConfig) -> dict[str, object]:
     return {"parallel.layout": Layout.zigzag, "parallel.route": Route.relay}
 
 
-def _axes(config: TrainConfig, ranks: int) -> Iterator[dict[str, object]]:
+def all_axes(config: TrainConfig, ranks: int) -> Iterator[dict[str, object]]:
     """Sizes of sequence, Ulysses and tensor that make `ranks` ranks with some number of data ranks."""
     model, node = config.model, min(config.cluster.node_gpus, ranks)
     cut = math.gcd(model.num_heads, model.num_kv_heads, model.ffn_dim, model.padded_vocab_size)
@@ -278,7 +223,7 @@ def _axes(config: TrainConfig, ranks: int) -> Iterator[dict[str, object]]:
                 yield axes if config.parallel.data == -1 else {"parallel.data": data} | axes
 
 
-def _policies(config: TrainConfig) -> Iterator[dict[str, object]]:
+def all_policies(config: TrainConfig) -> Iterator[dict[str, object]]:
     """Recompute, offload where there are GPUs, and states sharded over all ranks or as the config says."""
     offloads = (False, True) if config.cluster.device is Device.cuda else (False,)
     for shard in dict.fromkeys((config.parallel.shard, -1)):
@@ -291,18 +236,18 @@ def _divisors(number: int, most: int | None = None) -> list[int]:
     return [d for d in range(1, (most or number) + 1) if number % d == 0]
 
 
-def _now(config: TrainConfig, key: str) -> object:
+def now(config: TrainConfig, key: str) -> object:
     section, name = key.split(".")
     return getattr(getattr(config, section), name)
 
 
-def _distance(before: object, after: object) -> float:
+def distance_of(before: object, after: object) -> float:
     if isinstance(before, int) and isinstance(after, int) and min(before, after) > 0 and before is not True:
         return abs(math.log2(after / before))
     return 1.0
 
 
 def _reason(error: ValueError) -> str:
-    """The key that a refusal names, or how it begins."""
+    """The key that a refusal names, or its first clause without the numbers, by which configs differ."""
     key = re.match(r"[a-z]+\.[a-z_]+", str(error))
-    return key[0] if key else " ".join(re.sub(r"\d+ ", "", str(error)).split()[:6])
+    return key[0] if key else re.sub(r" of \d+ \w+", "", re.split(r"[:;,]", str(error))[0])

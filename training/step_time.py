@@ -266,37 +266,50 @@ class Step:
 
         def reduce(parameters: float) -> Cost:
             cost = self.groups["shard"].gather(parameters * wide)
-            cost += self.groups["replicate"].reduce(parameters / self.degrees.shard * wide)
             moved = parameters * (e + wide + 2 * wide / self.degrees.shard)
             return cost._replace(seconds=cost.seconds + moved / self.cluster.memory_bytes_per_second)
 
+        def replicate(parameters: float) -> Cost:
+            return self.groups["replicate"].reduce(parameters / self.degrees.shard * wide)
+
         layer = per_layer / tensor
-        brought, summed, table_brought, table_summed = gather(layer), reduce(layer), gather(table), reduce(table)
+        brought, table_brought = gather(layer), gather(table)
+        copies, table_copies = replicate(layer), replicate(table)
+        summed, table_summed = reduce(layer) + copies, reduce(table) + table_copies
         # One micro-batch without gradients, and what reducing them adds.
         units = len(layers)
         whole = (brought.times(2 * units) + table_brought.times(2 if model.tie_embeddings else 4)).times(
             self.degrees.accumulation
         )
-        whole += (summed.times(units) + table_summed.times(1 if model.tie_embeddings else 2)).times(reduces)
+        tables = 1 if model.tie_embeddings else 2
+        whole += (summed.times(units) + table_summed.times(tables)).times(reduces)
+        replicas = (copies.times(units) + table_copies.times(tables)).times(reduces)
         if hides:
             wait = lambda cost, window: max(0.0, cost.seconds - max(0.0, window))  # noqa: E731
             forward, backward = zip(*layers, strict=True)
             opening = 2 * brought.seconds + 2 * table_brought.seconds
             each = opening + sum(wait(brought, window) for window in forward[:-1])
             each += wait(table_brought, forward[-1]) * (not model.tie_embeddings)
-            without = each + sum(wait(brought, window) for window in backward[:-1])
-            with_sums = each + sum(wait(brought + summed, window) for window in backward[:-1])
-            with_sums += wait(summed + table_brought, backward[-1]) + table_summed.seconds
+            # Backward runs from the last layer to the first.
+            without = each + sum(wait(brought, window) for window in backward[1:])
+            with_sums = each + sum(wait(brought + summed, window) for window in backward[1:])
+            with_sums += wait(summed + table_brought, backward[0]) + table_summed.seconds
             exposed = (self.degrees.accumulation - reduces) * without + reduces * with_sums
         else:
             exposed = whole.seconds
         self.seconds["shard"] += whole.seconds
         self.exposed["shard"] += exposed
-        self.traffic["shard"] = Traffic(whole.rank_bytes, whole.nic_bytes)
+        rank_bytes, nic_bytes = whole.rank_bytes - replicas.rank_bytes, whole.nic_bytes - replicas.nic_bytes
+        self.traffic["shard"] = Traffic(rank_bytes, nic_bytes)
+        self.traffic["replicate"] = Traffic(replicas.rank_bytes, replicas.nic_bytes)
 
     def _offload(self, layers: Sequence[tuple[float, float]]) -> None:
-        """What one layer keeps goes to the host while the next is computed, and comes back likewise."""
-        seconds = self.host_bytes / len(layers) / self.cluster.host_bytes_per_second
-        waits = sum(max(0.0, seconds - window) for layer in layers for window in layer)
-        self.seconds["offload"] += self.degrees.accumulation * 2 * len(layers) * seconds
+        """What one layer keeps goes to the host while the next is computed, and comes back while that runs backward.
+
+        What the last layer keeps never leaves the device.
+        """
+        moved = len(layers) - 1
+        seconds = self.host_bytes / max(1, moved) / self.cluster.host_bytes_per_second
+        waits = sum(max(0.0, seconds - window) for layer in layers[1:] for window in layer)
+        self.seconds["offload"] += self.degrees.accumulation * 2 * moved * seconds
         self.exposed["offload"] += self.degrees.accumulation * waits

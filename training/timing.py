@@ -19,7 +19,7 @@ class Timing:
 
     Attributes:
         causes: by the names of COMPUTE and COMMUNICATION; a cause that takes no time is left out.
-        traffic: by axis: ring, ulysses, tensor, shard, replicate.
+        traffic: by axis: ring, ulysses, tensor, shard, and replicate for gradients summed over replicas of the shards.
         flops_causal, flops_noncausal: of the step, without what is recomputed; see `training.estimate`.
         ceiling_seconds: of the same step, were attention at its kernels' rate and products at theirs all there is.
         attention: by kind.

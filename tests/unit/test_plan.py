@@ -115,7 +115,7 @@ def test_a_plan_that_does_not_fit_names_the_nearest_that_does(capsys, tmp_path):
     assert code == 3
     assert "DOES NOT FIT  a rank needs" in out and "nearest that fits" in out
     near = json.loads(path.read_text())["nearest"]
-    again, out, _ = run(capsys, *given, *near["overrides"].split(), "--ranks", str(near["ranks"]))
+    again, out, _ = run(capsys, *given, *near["arguments"].split())
     assert again == 0 and "FITS" in out
 
 
@@ -131,7 +131,12 @@ def test_without_any_config_that_fits_it_says_so(capsys):
         (["model=9b"], "Available options in 'model'"),
         (["model.num_layer=2"], "Did you mean model.num_layers?"),
         (["parallel.sequence=4", "--ranks", "6"], "does not make 6 ranks"),
-        (["--ranks", "0"], "does not make 0 ranks"),
+        (["--ranks", "0"], "0 is not a number of ranks: use 1 or more"),
+        (["--documents", "64Kx16"], "write it like 16x64K"),
+        (["--documents", "64x16K"], "more than data.sequence_length"),
+        (["--documents", "1Kx4"], "write it like 4x1K"),
+        (["--documents", "9999999999x1"], "are 9999999999 tokens, more than data.sequence_length=8192"),
+        (["--documents", "4K", "--max-context"], "leave out --documents"),
         (["--nope"], "--help"),
         (["--ranks", "many"], "--help"),
         (["--documents", "8K,8K"], "more than data.sequence_length=8192"),
@@ -145,6 +150,7 @@ def test_bad_input_ends_with_3_and_says_what_to_do(capsys, arguments, words):
     assert code == 3
     assert words in err and "Traceback" not in err
     if not words:
+        assert "nearest that fits" in out and "train.dtype=bfloat16 " in out and "% causal" not in out
         assert "REFUSED" in out and "use train.dtype=bfloat16" in out
 
 
@@ -153,6 +159,21 @@ def test_errors_reach_machines_too(capsys, tmp_path):
     assert run(capsys, "cluster=h101", "--json", str(path))[0] == 3
     found = json.loads(path.read_text())
     assert found["fits"] is False and "h101" in found["refusals"][0]
+
+
+def test_a_good_plan_stays_one_where_a_picture_fails(capsys, tmp_path):
+    """No ring to draw, a format there is none of, and a folder that cannot be made."""
+    file = tmp_path / "file"
+    file.write_text("")
+    for given, path, ends in (
+        (["parallel.sequence=1"], tmp_path / "ring.png", 3),
+        (SMALL, tmp_path / "ring.nope", 3),
+        (SMALL, file / "ring.png", 74 if find_spec("matplotlib") else 3),
+    ):
+        code, out, err = run(capsys, *given, "--json", "-", "--max-context", "--plot", str(path))
+        found = json.loads(out)
+        assert code == ends and "Traceback" not in err
+        assert found["fits"] is True and found["refusals"] == [] and found["error"] and found["max_context"]
 
 
 def test_buffers_beyond_their_budget_lead_to_the_nearest(capsys):

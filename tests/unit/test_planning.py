@@ -1,14 +1,19 @@
 """Plans: conditions on blocks against the formulas, what does not fit, what is refused, and which configs do better."""
 
+import sys
+
 import pytest
 
 from conf.compose import compose
 from conf.schema import Recompute, resolve
+from model.kernels import capability
 from parallel.setting import Setting
-from training import searching
+from training import max_context, searching
+from training.max_context import longest
 from training.memory import memory
-from training.planning import default_ranks, limit_bytes, peak_bytes, plan, whole
-from training.searching import longest, nearest, search, vary
+from training.nearest import nearest
+from training.planning import default_ranks, limit_bytes, peak_bytes, plan, shortage, whole
+from training.searching import search, vary
 
 LLAMA_8B = ["model=8b", "data.sequence_length=1M", "train.dtype=bfloat16"]
 H100 = [*LLAMA_8B, "parallel.sequence=32", "cluster=h100_ib400"]
@@ -63,8 +68,8 @@ def test_a_plan_holds_what_a_checkpoint_and_the_host_take():
     assert found.checkpoint_bytes == 12 * 8_030_261_248
     assert found.checkpoint_seconds == pytest.approx(found.checkpoint_bytes / (4 * 5e9))
     assert found.nodes == 4
-    # Input and out of each token and layer, and a float32 for each head.
-    assert found.host_bytes == pytest.approx(8 * 32 * 32768 * (2 * 4096 * 2 + 4 * 32), rel=0.01)
+    # Input and out of each token and layer but the last, and a float32 for each head.
+    assert found.host_bytes == pytest.approx(8 * 31 * 32768 * (2 * 4096 * 2 + 4 * 32), rel=0.01)
     assert found.causes["runtime"] == 2.5e9
     assert sum(found.causes.values()) == pytest.approx(found.peak_bytes)
 
@@ -98,6 +103,48 @@ def test_what_leaves_nothing_to_plan_is_an_error():
     ):
         with pytest.raises(ValueError, match=words):
             plan(compose(overrides), ranks)
+
+
+def test_what_kernels_cannot_index_is_said_so():
+    config = compose(["model=8b", "data.sequence_length=4M", "parallel.sequence=8", *H100[2:3], "cluster=h100_ib400"])
+    with pytest.raises(ValueError, match="parallel.sequence=8 leaves 524288 tokens to a ring rank.* 32 bits"):
+        plan(config, 8)
+
+
+def test_a_kernel_that_is_not_installed_here_may_be_there(monkeypatch):
+    monkeypatch.setattr(capability, "flash_is_installed", lambda: False)
+    given = ["model=debug", "cluster=h100_ib400", "parallel.kernel=flash"]
+    found = plan(compose([*given, "train.dtype=bfloat16"]), 1)
+    assert not found.refusals and found.kernel == "flash" and "not installed here" in found.notes[0]
+    wide = plan(compose([*given, "train.dtype=float32"]), 1)
+    assert "does not compute float32 on cuda" in wide.refusals[0] and "not installed" not in wide.refusals[0]
+    assert "does not run on cpu" in plan(compose(["parallel.kernel=flash"]), 1).refusals[0]
+
+
+def test_ranks_on_cpus_share_their_host():
+    config = compose([*SMALL, "parallel.sequence=4"])
+    peak = plan(config, 4).peak_bytes
+    for share, fits in ((1.01, True), (0.99, False)):
+        found = plan(vary(config, {"cluster.host_memory_bytes": share * 4 * peak}), 4)
+        assert found.fits == fits
+    assert "4 ranks of a node share its memory" in shortage(found.config, found.degrees, found.memory)
+    apart = vary(found.config, {"cluster.node_gpus": 2})
+    assert plan(apart, 4).fits
+
+
+def test_figures_of_other_rates_are_no_mfu():
+    for given in (["parallel.kernel=reference"], ["cluster=h100_ib400", "train.dtype=float32"]):
+        found = plan(compose([*SMALL[:2], *given]), 1)
+        assert set(found.mfu.values()) == {None} and "times are not to be trusted" in found.notes[-1]
+    found = plan(compose(SMALL), 1)
+    assert None not in found.mfu.values() and not found.notes
+
+
+def test_packed_documents_have_no_condition_on_blocks_and_no_noncausal_mfu():
+    config = compose([*SMALL, "parallel.sequence=4"])
+    packed = plan(config, 4, ((1024,) * 8,))
+    assert plan(config, 4).conditions and not packed.conditions
+    assert packed.mfu["noncausal"] is None and packed.mfu["causal"] > 0
 
 
 # --- other configs ---------------------------------------------------------------------------------------------------
@@ -140,6 +187,36 @@ def test_large_rings_are_looked_at_roughly_and_then_as_they_would_run(monkeypatc
     assert plan(best.config, 4).timing.step_seconds == pytest.approx(best.timing.step_seconds)
 
 
+def test_what_is_pasted_makes_as_many_ranks():
+    """parallel.data=-1 counts as one without --ranks."""
+    for row in search(compose([*SMALL, "parallel.buffer_blocks=16"]), 4).rows:
+        given = row.arguments.split()
+        ranks = int(given[given.index("--ranks") + 1]) if "--ranks" in given else default_ranks(row.config)
+        assert ranks == 4
+
+
+def test_the_nearest_config_runs_as_it_is_pasted(monkeypatch):
+    """Rings too large to ask `auto` about are given layout and route."""
+    monkeypatch.setattr(sys.modules["training.nearest"], "LARGE_RING", 2)
+    given = ["model=debug", "data.sequence_length=8K", "cluster.block_bytes=1M", "parallel.sequence=4"]
+    config = compose([*given, "train.recompute=none", "model.num_layers=8"])
+    limit = 0.9 * plan(config, 4).peak_bytes
+    found = nearest(vary(config, {"cluster.memory_bytes": limit}), 4)
+    again = plan(
+        vary(compose([*given, "train.recompute=none", "model.num_layers=8"]), found.changes), found.degrees.world
+    )
+    assert again.peak_bytes == found.peak_bytes <= limit
+    assert again.timing.step_seconds == pytest.approx(found.timing.step_seconds)
+    if found.degrees.sequence == 4:
+        assert found.changes["parallel.route"] == "relay"
+
+
+def test_what_is_refused_has_a_nearest_too():
+    wide = compose(["model=debug", "cluster=h100_ib400", "train.dtype=float32"])
+    assert plan(wide, 1).fits and nearest(wide, 1).changes == {"train.dtype": "bfloat16"}
+    assert nearest(compose([*SMALL, "train.offload=true"]), 1).changes == {"train.offload": False}
+
+
 def test_the_nearest_config_differs_least():
     config = compose([*SMALL, "train.recompute=none", "parallel.sequence=2", "model.num_layers=8"])
     none, block, full = (plan(vary(config, {"train.recompute": policy}), 2).peak_bytes for policy in Recompute)
@@ -164,6 +241,33 @@ def test_the_longest_sequence_fits_and_one_unit_more_does_not(recompute):
         plans = Setting(longer, degrees, say=lambda text: None).plans(whole(longer), 0)
         assert (peak_bytes(longer, memory(longer, degrees, plans)) <= limit_bytes(longer)) == fits
     assert found.reason.startswith("memory: a rank needs")
+
+
+def test_auto_is_looked_at_route_by_route():
+    """With `auto` 2,686,976 tokens fit, some lengths above do not, and then longer ones do."""
+    config = compose(["experiment=8b_1m"])
+    found = longest(config, 32)
+    assert found.tokens >= 3_112_960 and found.pinned
+    given = found.arguments.split()
+    assert plan(compose(["experiment=8b_1m", *given]), 32).fits
+    for pins in (
+        ["parallel.layout=zigzag", "parallel.route=relay"],
+        ["parallel.layout=zigzag", "parallel.route=direct"],
+    ):
+        longer = compose(["experiment=8b_1m", *pins, f"data.sequence_length={found.tokens + found.unit}"])
+        assert not plan(longer, 32).fits
+
+
+def test_the_longest_sequence_is_bisected_where_the_host_ends_it(monkeypatch):
+    config = compose([*SMALL, "parallel.sequence=4", "parallel.route=relay", "cluster.host_memory_bytes=1e9"])
+    asked = []
+    ask = max_context._Probe._ask
+    monkeypatch.setattr(max_context._Probe, "_ask", lambda self, units: asked.append(units) or ask(self, units))
+    found = longest(config, 4)
+    assert found.reason.startswith("host memory") and not found.pinned
+    assert len(asked) < 40 and len(set(asked)) == len(asked)
+    longer = vary(config, {"data.sequence_length": found.tokens + found.unit})
+    assert not plan(longer, 4).fits and plan(vary(config, {"data.sequence_length": found.tokens}), 4).fits
 
 
 def test_the_longest_sequence_keeps_the_number_of_micro_batches():

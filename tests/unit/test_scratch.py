@@ -49,7 +49,7 @@ def test_one_tile(kernel, dtype, rows, keys, heads, groups, head_dim):
 
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_tile_that_is_cut(kernel):
-    """1,024 rows whose last one sees 2,048 keys: sdpa computes a full piece and a triangle, the reference all at once."""
+    """Of 1,024 rows the last sees 2,048 keys: sdpa computes a full piece and a triangle, the reference all at once."""
     tiles = torch.tensor([[0, 0, 1024, 0, 2048, -1023, 1024, 0]])
     got = measured(KERNELS[kernel], torch.float32, tiles, 1024, 2048, 4, 4, 32)
     want = scratch.of_tiles(kernel, "cpu", tiles.numpy(), 4, 4, 32, 4)

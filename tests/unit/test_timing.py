@@ -16,7 +16,7 @@ from parallel.route import Route
 from parallel.setting import Setting
 from training.links import Group, groups
 from training.ring_time import play_all
-from training.step_time import COMMUNICATION, recomputed_parameters
+from training.step_time import COMMUNICATION, Step, recomputed_parameters
 from training.timing import Timing, timing
 
 MILLION = 1 << 20
@@ -210,6 +210,33 @@ def test_weights_cross_each_card_once_a_node():
     assert time.traffic["shard"].nic_bytes == pytest.approx(parameters * (2 + 2 + 4) * 7 / 8 / 8, rel=1e-4)
 
 
+def test_gradients_of_replicas_are_traffic_of_their_own():
+    """States sharded over 8 of 64 GPUs: gradients, 1/8 of them on each rank, are then summed over 8 replicas."""
+    sharded = ["model=8b", "data.sequence_length=1M", "parallel.sequence=64", *H100, "train.dtype=bfloat16"]
+    time = of([*sharded, "parallel.shard=8"], 64)
+    parameters = 8_030_261_248
+    assert time.traffic["shard"].rank_bytes == pytest.approx(parameters * (2 + 2 + 4) * 7 / 8, rel=1e-4)
+    assert time.traffic["replicate"].rank_bytes == pytest.approx(2 * parameters / 8 * 4 * 7 / 8, rel=1e-4)
+    assert time.traffic["shard"].nic_bytes == 0 < time.traffic["replicate"].nic_bytes
+    assert "replicate" not in of(sharded, 64).traffic
+
+
+def test_backward_hides_weights_from_the_last_layer_to_the_first():
+    """A last layer that computes for long hides one before it in backward; in forward it hides nothing but the head."""
+    overrides = [*RING, *RELAY, "model.num_layers=2", "cluster.node_gpus=1", "cluster.node_nics=1"]
+    config = compose(overrides)
+    degrees = resolve(config, 16)
+    setting = Setting(config, degrees, say=lambda text: None)
+    exposed = []
+    for backward in ((0.0, 1e3), (1e3, 0.0)):
+        step = Step(config, degrees, setting, play_all(setting, ((65536,),)), 0.0)
+        step._shard([(0.0, seconds) for seconds in backward])
+        exposed.append(step.exposed["shard"])
+    # Under the last: weights of the first, gradients of the last. Under the first: its own embedding's, and those too.
+    parameters = (ATTENTION + FFN) * (2 + 4) - 128256 * 4096 * 2 - (ATTENTION + FFN) * 4
+    assert exposed[1] - exposed[0] == pytest.approx(parameters * 15 / 16 / 45e9, rel=0.1)
+
+
 def test_ulysses_sends_what_its_heads_need():
     """§9.4: 4 bce (h + h_kv) (u - 1)/u forward and backward, for b·c tokens of a rank, per layer."""
     overrides = ["model=8b", "data.sequence_length=64K", "parallel.sequence=8", "parallel.ulysses=4", *H100]
@@ -275,11 +302,12 @@ def test_weights_are_exposed_where_nothing_hides_them():
 def test_offload_is_exposed_once_the_bus_is_slower_than_the_layers():
     overrides = [*RING, *RELAY, "train.offload=true"]
     hidden = of(overrides, 16, host_bytes=1e9).causes["offload"]
-    assert hidden.seconds == pytest.approx(2e9 / 50e9)
+    assert hidden.seconds == pytest.approx(2e9 / 50e9)  # host_bytes are those of all layers but the last
     assert hidden.exposed_seconds == 0
     layers = of([*RING, *RELAY], 16)
     huge = of(overrides, 16, host_bytes=1e13).causes["offload"]
     computed = layers.step_seconds - layers.causes["head"].seconds - layers.causes["optimizer"].seconds
+    computed *= 31 / 32  # what the last layer keeps never leaves
     assert huge.exposed_seconds == pytest.approx(huge.seconds - computed, rel=0.01)
 
 
