@@ -13,10 +13,11 @@ DEV = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement /dev/stdin
 
 .SILENT:
-.PHONY: help setup setup-dev train test lint ci clean clean-venv
+.PHONY: help setup setup-dev train million test lint ci clean clean-venv
 
 help:
 	echo "make train      prepare the corpus, then train   (overrides: make train ARGS=\"train.steps=200 model=debug\")"
+	echo "make million    train on a document of a million tokens, over four processes: half an hour   (minutes: ARGS=--quick)"
 	echo "make test       run the tests"
 	echo "make setup      create .venv with what training needs   (another Python: make setup PYTHON=python3.12)"
 	echo "make setup-dev  the same, with the tools for tests and lint"
@@ -48,6 +49,10 @@ train: export CUDA_VISIBLE_DEVICES =
 train: setup
 	$(BIN)/python -m data.prepare $(ARGS)
 	$(BIN)/python train.py $(LAPTOP) $(ARGS)
+
+# A benchmark: real runs of train.py, whose losses and memory it judges.
+million: setup
+	$(BIN)/python benchmarks/million.py $(ARGS)
 
 test: setup-dev
 	$(BIN)/python -m pytest tests/unit tests/distributed -q --durations=15 --durations-min=2
