@@ -6,6 +6,7 @@ python plan.py model=8b data.sequence_length=1M parallel.sequence=32 cluster=h10
 import argparse
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -94,6 +95,8 @@ def main(arguments: Sequence[str]) -> int:
     result: dict[str, Any] = {}
     try:
         code = run(options, say, result)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError) as error:
         message = " ".join(str(error).splitlines())
         print(f"error: {message}", file=sys.stderr)
@@ -189,6 +192,8 @@ def advice(ranks: int, near: Row | None) -> str:
 if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
+    except BrokenPipeError:  # `| head` has seen enough
+        os._exit(DONE)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(INPUT_OUTPUT)
