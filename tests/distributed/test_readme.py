@@ -16,6 +16,6 @@ def test_ring_attention_without_the_rest(tmp_path):
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    lines = sorted(done.stdout.splitlines())
-    assert [line.partition(",")[0] for line in lines] == [f"rank {r} of 4: out [1" for r in range(4)]
+    said = sorted(re.findall(r"rank \d of 4: out \[1", done.stdout))  # ranks may write into one another's lines
+    assert said == [f"rank {r} of 4: out [1" for r in range(4)]
     assert len([line for line in example.splitlines() if line]) <= 15
