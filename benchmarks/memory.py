@@ -8,8 +8,9 @@ stands the line through the estimates of `training/memory.py` at the same length
 ranks. A slope is bytes per token of the sequence, not of the rank.
 
 What a ring keeps and one rank does not, its buffers of keys, values and their gradients, grows with the width of keys
-and values, here 16 as against 512 of the model. Widths and blocks are such that tokens, not weights, make the peak at
-every length: peaks of two moments, each linear, would make a line with a bend.
+and values: one head of 64 here, in two layers of width 4,096, where one pool serves both. Widths and blocks are such
+that tokens, not weights, make the peak at every length: peaks of two moments, each linear, would make a line with a
+bend.
 """
 
 import sys
@@ -30,19 +31,19 @@ from parallel.setting import Setting  # noqa: E402
 from training.memory import memory  # noqa: E402
 
 MODEL = [
-    "model.model_dim=512",
+    "model.model_dim=4096",
     "model.ffn_dim=256",
-    "model.num_layers=6",
+    "model.num_layers=2",
     "model.vocab_size=256",
     "model.num_heads=1",
     "model.num_kv_heads=1",
-    "model.head_dim=16",
+    "model.head_dim=64",
     "model.ffn_block_tokens=128",
     "model.loss_block_tokens=128",
     "train.dtype=float32",
     "parallel.kernel=sdpa",
 ]
-LENGTHS, QUICK_LENGTHS = (4096, 6144, 8192, 12288, 16384), (2048, 3072, 4096, 6144, 8192)
+LENGTHS, QUICK_LENGTHS = (2048, 3072, 4096, 6144, 8192), (1024, 1536, 2048, 3072, 4096)
 RANKS, FULL_RANKS = (1, 2), (1, 2, 4)
 STRAIGHT_BOUND, ESTIMATE_BOUND, RING_BOUND = 0.995, 0.10, 0.05
 
