@@ -26,7 +26,7 @@ from training import estimate, rehearse, runtime
 from training.agreement import on_all_ranks, require_equal, together
 from training.checkpoint import Checkpoints
 from training.loop import Progress, train
-from training.memory import memory
+from training.memory import planned
 from training.metrics import MetricsLog, peak_flops
 from training.optimizer import build_optimizer
 from training.validation import Validation
@@ -144,10 +144,9 @@ def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.dev
 
 def planned_memory(config: TrainConfig, degrees: Degrees, take: Take) -> str:
     """What `plan.py` would say of this rank's memory, each sequence one document."""
-    documents = ((take.setting.length,),) * config.train.micro_batch_size
-    planned = memory(config, degrees, take.setting.plans(documents, take.ring.rank))
-    offloaded = f", {planned.host_bytes / 1e9:.2f} GB of its host" if planned.host_bytes else ""
-    return f"memory   {planned.peak_bytes / 1e9:.2f} GB of a rank at its peak{offloaded}, planned: {planned.moment}"
+    needs = planned(config, degrees, take.setting, take.ring.rank)
+    offloaded = f", {needs.host_bytes / 1e9:.2f} GB of its host" if needs.host_bytes else ""
+    return f"memory   {needs.peak_bytes / 1e9:.2f} GB of a rank at its peak{offloaded}, planned: {needs.moment}"
 
 
 def complete(config: TrainConfig, progress: Progress) -> str:

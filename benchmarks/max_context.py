@@ -99,11 +99,9 @@ class Longest:
 
 def main() -> int:
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the table into this PNG; needs matplotlib")
+    report.add_plot(parser)
     arguments = parser.parse_args()
-    if arguments.plot and not max_context_plot.available():
-        print("no plot: matplotlib is not installed; `pip install matplotlib` adds it", flush=True)
-        arguments.plot = None
+    plot = report.plot_path(arguments)
     machine = report.machine()
     unit, rings = (QUICK_UNIT, QUICK_RINGS) if arguments.quick else (UNIT, RINGS)
     found = [longest(variant, _foretold(variant), unit, not arguments.quick) for variant in LADDER]
@@ -111,8 +109,8 @@ def main() -> int:
         guess = int(RING_SHARE * found[len(LADDER) - 1].tokens) * ranks
         found.append(longest(Variant(f"ring of {ranks}", ranks), guess, unit, not arguments.quick))
     rows = [_row(one, found) for one in found]
-    if arguments.plot:
-        max_context_plot.draw(rows, LIMIT_BYTES, arguments.plot)
+    if plot:
+        max_context_plot.draw(rows, LIMIT_BYTES, plot)
     notes = [
         f"limit {LIMIT_BYTES >> 20} MiB of each rank above weights and optimizer states; {LAYERS} layers, "
         f"width {WIDTH}, feed-forward {FFN_WIDTH}, vocabulary {VOCABULARY}, 4 heads of 16 with 1 of keys and values, "

@@ -1,17 +1,12 @@
 """The figure of `benchmarks/max_context.py`. matplotlib is optional: without it there is the table only."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.overlap_plot import HUES, INK, STYLE
 
 RUNG, RING = "#9a9a9a", HUES[0]
-
-
-def available() -> bool:
-    return find_spec("matplotlib") is not None
 
 
 def draw(rows: Sequence[dict[str, Any]], limit_bytes: int, path: Path) -> None:

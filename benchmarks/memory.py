@@ -28,7 +28,7 @@ from benchmarks.probe import probe  # noqa: E402
 from conf.compose import compose  # noqa: E402
 from conf.schema import Recompute, resolve  # noqa: E402
 from parallel.setting import Setting  # noqa: E402
-from training.memory import memory  # noqa: E402
+from training.memory import planned  # noqa: E402
 
 MODEL = [
     "model.model_dim=4096",
@@ -84,11 +84,9 @@ class Series:
 def main() -> int:
     parser = report.arguments(__doc__.splitlines()[0])
     parser.add_argument("--full", action="store_true", help="a ring of four ranks, too")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the peaks into this PNG; needs matplotlib")
+    report.add_plot(parser)
     arguments = parser.parse_args()
-    if arguments.plot and not memory_plot.available():
-        print("no plot: matplotlib is not installed; `pip install matplotlib` adds it", flush=True)
-        arguments.plot = None
+    plot = report.plot_path(arguments)
     machine = report.machine()
     lengths = QUICK_LENGTHS if arguments.quick else LENGTHS
     found = [
@@ -96,8 +94,8 @@ def main() -> int:
         for policy in Recompute
         for ranks in (FULL_RANKS if arguments.full else RANKS)
     ]
-    if arguments.plot:
-        memory_plot.draw(found, arguments.plot)
+    if plot:
+        memory_plot.draw(found, plot)
     rows = [_row(series, _alone(series, found)) for series in found]
     return report.finish(machine, rows, judge(found), arguments.json, peaks=_peaks(found))
 
@@ -123,9 +121,7 @@ def estimate(overrides: Sequence[str], ranks: int) -> float:
     config = compose(list(overrides))
     degrees = resolve(config, ranks)
     setting = Setting(config, degrees, ranks, lambda message: None)
-    documents = ((int(config.data.sequence_length),),) * config.train.micro_batch_size
-    plans = [setting.plans(documents, rank) for rank in range(setting.ring_size)]
-    return max(memory(config, degrees, plan).peak_bytes for plan in plans)
+    return max(planned(config, degrees, setting, rank).peak_bytes for rank in range(setting.ring_size))
 
 
 def judge(found: Sequence[Series]) -> list[report.Criterion]:

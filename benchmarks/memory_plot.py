@@ -1,17 +1,12 @@
 """The figure of `benchmarks/memory.py`. matplotlib is optional: without it there are tables only."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from benchmarks.overlap_plot import HUES, STYLE
 
 HUE = {1: HUES[0], 2: HUES[1], 4: HUES[2]}  # of rings
-
-
-def available() -> bool:
-    return find_spec("matplotlib") is not None
 
 
 def draw(found: Sequence[Any], path: Path) -> None:

@@ -29,7 +29,7 @@ from conf.schema import resolve  # noqa: E402
 from data.format import open_shard  # noqa: E402
 from data.packages import package_documents  # noqa: E402
 from parallel.setting import Setting  # noqa: E402
-from training.memory import memory  # noqa: E402
+from training.memory import planned  # noqa: E402
 from training.metrics import duration  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -178,8 +178,7 @@ def estimate(length: int, ranks: int) -> float:
     config = compose(_overrides(length, ranks))
     degrees = resolve(config, ranks)
     setting = Setting(config, degrees, ranks, say=lambda line: None)
-    documents = [(length,)] * config.train.micro_batch_size
-    return max(memory(config, degrees, setting.plans(documents, rank)).peak_bytes for rank in range(setting.ring_size))
+    return max(planned(config, degrees, setting, rank).peak_bytes for rank in range(setting.ring_size))
 
 
 def _row(run: Run, runtime: float) -> dict[str, Any]:

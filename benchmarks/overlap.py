@@ -40,12 +40,10 @@ CRITERIA = (
 
 def main() -> int:
     parser = report.arguments(__doc__.splitlines()[0])
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw the figures into this PNG; needs matplotlib")
+    report.add_plot(parser)
     arguments = parser.parse_args()
     machine = report.machine()
-    if arguments.plot and not overlap_plot.available():
-        print("no plot: matplotlib is not installed; `pip install matplotlib` adds it", flush=True)
-        arguments.plot = None
+    plot = report.plot_path(arguments)
     try:
         namespaces.check()
         with tempfile.TemporaryDirectory() as folder, Ranks(folder) as ranks:
@@ -57,8 +55,8 @@ def main() -> int:
         unjudged = [report.not_judged(name, bound, str(error)) for name, bound in CRITERIA]
         return report.finish(machine, [], unjudged, arguments.json)
     found = [*knees(cells, "forward"), *knees(cells, "backward")]
-    if arguments.plot:
-        overlap_plot.draw(cells, found, arguments.plot)
+    if plot:
+        overlap_plot.draw(cells, found, plot)
     rows = [_row(cell, step) for cell in cells for step in cell.steps()]
     notes = []
     if found:

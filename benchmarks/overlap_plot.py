@@ -1,7 +1,6 @@
 """The figure of `benchmarks/overlap.py`. matplotlib is optional: without it there are tables only."""
 
 from collections.abc import Sequence
-from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.overlap_model import OVER_BOUND, Cell, Knee, slope
@@ -24,10 +23,6 @@ STYLE = {
     "legend.frameon": False,
     "legend.fontsize": 8,
 }
-
-
-def available() -> bool:
-    return find_spec("matplotlib") is not None
 
 
 def draw(cells: Sequence[Cell], knees: Sequence[Knee], path: Path) -> None:

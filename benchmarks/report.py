@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,18 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--quick", action="store_true", help="fewer repetitions: ends within two minutes")
     parser.add_argument("--json", type=Path, metavar="PATH", help="write machine, rows and criteria there")
     return parser
+
+
+def add_plot(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw it into this PNG; needs matplotlib")
+
+
+def plot_path(arguments: argparse.Namespace) -> Path | None:
+    """Where to draw, None where nobody asked or nothing can draw, which is said."""
+    if arguments.plot and find_spec("matplotlib") is None:
+        print("no plot: matplotlib is not installed; `pip install matplotlib` adds it", flush=True)
+        return None
+    return arguments.plot
 
 
 def machine() -> dict[str, Any]:

@@ -5,7 +5,7 @@ Source: arXiv:1910.07467.
 """
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from model.kernels.tiles import accumulation_dtype
 
@@ -20,7 +20,7 @@ class RMSNorm(nn.RMSNorm):
         return normalise(x, self.weight, self.eps)[0]
 
 
-@torch.library.custom_op("longhaul::normalise", mutates_args=())
+@library.custom_op("longhaul::normalise", mutates_args=())
 def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x [..., C], weight [C] -> (normalised [..., C], 1 / root of the mean square [..., 1] in the accumulation dtype).
 
@@ -40,7 +40,7 @@ def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return out, scale
 
 
-@torch.library.custom_op("longhaul::normalise_backward", mutates_args=())
+@library.custom_op("longhaul::normalise_backward", mutates_args=())
 def normalise_backward(dout: Tensor, x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """With n = x · scale and d = dout · weight: dx = scale · (d - n · mean(d · n)), dweight = sum of dout · n."""
     if x.is_cuda:

@@ -6,7 +6,7 @@ cast. Pairs are (i, i + D/2), as in Hugging Face's Llama. Source: arXiv:2104.098
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 BLOCK_ELEMENTS = (1 << 18, 1 << 22)  # turned at once: on CPU what stays in the cache, on CUDA what keeps it busy
 
@@ -26,7 +26,7 @@ def rotate(x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
     return turn(x, *angles, 1)
 
 
-@torch.library.custom_op("longhaul::turn", mutates_args=())
+@library.custom_op("longhaul::turn", mutates_args=())
 def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
     """`rotate`, by the angles or (sign -1) back; differentiable in x. One operation, which computes some tokens at a
     time, so that copies in the angles' dtype are small."""

@@ -17,6 +17,12 @@ from parallel.wire import Network
 
 DEPTHS = (1, 2, 4, 8)
 TIE = 1.01  # seconds may differ by so much between candidates that are equally good
+GRANULARITY = 128  # queries × keys that a kernel computes in full or leaves out
+USEFUL = {  # layouts that are tried on each route
+    "relay": ("zigzag", "striped"),  # it passes whole blocks by everybody: where all have something to do with them
+    "direct": ("contiguous", "zigzag", "grouped", "balanced", "striped"),
+    "gather": ("zigzag", "balanced"),
+}
 CALM = 0.5  # of its time a network card may be busy before that speaks against a candidate
 
 
@@ -55,7 +61,7 @@ def choose(
     depth: int = 0,
     narrow: bool = False,
     dealt: Layout | None = None,
-    granularity: int = 128,
+    granularity: int = GRANULARITY,
     background_seconds: float = 0.0,
 ) -> Choice:
     """The layout and route with which attention over these documents is done first.
@@ -118,13 +124,8 @@ def candidates(ring: Ring, layout: str, route: str, depth: int, narrow: bool) ->
     routes += [Route("direct", n, 1, node, narrow=narrow) for n in ([depth] if depth else DEPTHS) for node in nodes]
     if not depth and not narrow:
         routes.append(Route("gather", head_groups=ring.shape.num_kv_heads))
-    useful = {
-        "relay": ("zigzag", "striped"),  # it passes whole blocks by everybody: where all have something to do with them
-        "direct": ("contiguous", "zigzag", "grouped", "balanced", "striped"),
-        "gather": ("zigzag", "balanced"),
-    }
     for way in routes:
-        for name in useful[way.name] if layout == "auto" else (layout,):
+        for name in USEFUL[way.name] if layout == "auto" else (layout,):
             divides = ring.padded_length % (ranks * (2 if name in ("zigzag", "balanced") else 1)) == 0
             if route in ("auto", way.name) and (divides or layout != "auto"):
                 yield name, way

@@ -14,7 +14,7 @@ from types import ModuleType
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from model.kernels import capability, flash, reference, sdpa
@@ -182,7 +182,7 @@ def _by_sequence(lse: Tensor, batch: int) -> Tensor:
     return lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
 
 
-@torch.library.custom_op("longhaul::attend", mutates_args=())
+@library.custom_op("longhaul::attend", mutates_args=())
 def attend(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, group_name: str, kernel: str) -> tuple[Tensor, Tensor]:
     """Attention over a sequence that the ranks of a group share.
 
@@ -202,7 +202,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, plan: Tensor, group_name: str, kerne
     return forward(q, k, v, plan, exchange, KERNELS[kernel], BUFFERS[group_name], q.dtype)
 
 
-@torch.library.custom_op("longhaul::attend_backward", mutates_args=())
+@library.custom_op("longhaul::attend_backward", mutates_args=())
 def attend_backward(
     dout: Tensor,
     q: Tensor,

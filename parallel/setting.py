@@ -11,6 +11,7 @@ import numpy as np
 from conf.schema import Degrees, GradientWire, TrainConfig
 from conf.schema import Layout as LayoutName
 from conf.schema import Route as RouteName
+from model.kernels.capability import INDEXED
 from model.mask import Mask
 from parallel import layout, schedule
 from parallel.choose import Choice, Rates, Shape, choose
@@ -33,7 +34,8 @@ class Setting:
         local_length: of these, what one rank of the sequence axis holds; a ring rank attends for `ulysses` times that.
         masks: of each kind of attention that some layer has.
 
-    Raises ValueError where parallel.buffer_blocks is too little for one document of the full length.
+    Raises ValueError where parallel.buffer_blocks, or what kernels can index, is too little for one document of the
+    full length.
     """
 
     def __init__(
@@ -55,11 +57,10 @@ class Setting:
         self._exceeded: set[Mask] = set()
         self._pick_first = lru_cache(maxsize=16)(self._pick)
         for mask in self.masks.values():  # where nobody can be spared anything, before the first step
-            longest = ((self.length,),) * config.train.micro_batch_size
             try:
-                self._pick_first(longest, mask, str(config.parallel.layout), self._most_blocks())
+                self._pick_first(whole(config), mask, str(config.parallel.layout), self._most_blocks())
             except ValueError as error:
-                raise ValueError(f"parallel.buffer_blocks={config.parallel.buffer_blocks}: {error}") from None
+                raise ValueError(self._too_little(error)) from None
 
     @property
     def usual_route(self) -> Route:
@@ -104,9 +105,27 @@ class Setting:
 
     def _most_blocks(self) -> float:
         """The budget, and what a kernel that counts elements in 32 bits can index besides the rank's own rows."""
-        rows = self.config.train.micro_batch_size * self.padded // self.ring_size
-        indexed = ((1 << 31) - 1) // (self.shape.key_elements * rows)
-        return min(self.config.parallel.buffer_blocks, max(1, indexed - 1))
+        return min(self.config.parallel.buffer_blocks, max(1, self._indexed_blocks - 1))
+
+    @property
+    def _rows(self) -> int:
+        """Of a ring rank."""
+        return self.config.train.micro_batch_size * self.padded // self.ring_size
+
+    @property
+    def _indexed_blocks(self) -> int:
+        return INDEXED // (self.shape.key_elements * self._rows)
+
+    def _too_little(self, error: ValueError) -> str:
+        """Whichever limit binds, by its key."""
+        parallel = self.config.parallel
+        if self._indexed_blocks - 1 >= parallel.buffer_blocks:
+            return f"parallel.buffer_blocks={parallel.buffer_blocks}: {error}"
+        return (
+            f"parallel.sequence={parallel.sequence} leaves {self._rows} tokens to a ring rank, of whose keys and "
+            f"values a kernel that counts elements in 32 bits indexes {self._indexed_blocks} blocks, too few for any "
+            "layout and route that is left: use more ranks (parallel.sequence) or a smaller train.micro_batch_size"
+        )
 
     def _pick(self, documents: Documents, mask: Mask, name: str, blocks: float, dealt: Layout | None = None) -> Choice:
         parallel = self.config.parallel
@@ -135,6 +154,11 @@ class Setting:
         if self.ring_size > 1 and automatic and pick not in self._said:
             self._said.add(pick)
             self.say(f"ring     {choice.why}")
+
+
+def whole(config: TrainConfig) -> Documents:
+    """The documents of a micro-batch where each sequence is one document: of all corpora the most work."""
+    return ((int(config.data.sequence_length),),) * config.train.micro_batch_size
 
 
 def masks(config: TrainConfig) -> dict[str, Mask]:

@@ -15,7 +15,7 @@ from parallel import layout, ring
 from parallel.layout import Chunk
 from parallel.mesh import Mesh
 from parallel.route import Route
-from parallel.setting import Documents, Setting
+from parallel.setting import Documents, Setting, whole
 
 
 class Take:
@@ -45,7 +45,7 @@ class Take:
         `times`: see `ring.reserve`.
         """
         config, shape = self.setting.config, self.setting.shape
-        plans = self.setting.plans(((self.setting.length,),) * config.train.micro_batch_size, self.ring.rank)
+        plans = self.setting.plans(whole(config), self.ring.rank)
         heads = shape.num_heads, shape.num_kv_heads, shape.head_dim
         return ring.reserve(self.ring.name, plans.values(), *heads, dtype, device, times)
 

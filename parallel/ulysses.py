@@ -14,7 +14,7 @@ Source: arXiv:2309.14509 §3.1 (the all-to-all), arXiv:2405.07719 §3 (around a 
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 from torch.distributed.distributed_c10d import _resolve_process_group
 
 from conf.schema import check_ulysses
@@ -43,7 +43,7 @@ def around(attend: Attend, group_name: str, degree: int) -> Attend:
     return attend_some_heads
 
 
-@torch.library.custom_op("longhaul::to_heads", mutates_args=())
+@library.custom_op("longhaul::to_heads", mutates_args=())
 def to_heads(q: Tensor, k: Tensor, v: Tensor, group_name: str, degree: int) -> tuple[Tensor, Tensor, Tensor]:
     """q [B, L, H, D], k, v [B, L, G, D] of this rank's tokens -> this rank's heads of q, k, v for all ranks' tokens.
 
@@ -67,7 +67,7 @@ def to_heads(q: Tensor, k: Tensor, v: Tensor, group_name: str, degree: int) -> t
     return tuple(_join_tokens(part) for part in arrived.split(per_rank, dim=3))
 
 
-@torch.library.custom_op("longhaul::to_heads_backward", mutates_args=())
+@library.custom_op("longhaul::to_heads_backward", mutates_args=())
 def to_heads_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, num_kv_heads: int, group_name: str, degree: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -83,7 +83,7 @@ def to_heads_backward(
     return tuple(_join_heads(part, heads) for part, heads in zip(parts, num_heads, strict=True))
 
 
-@torch.library.custom_op("longhaul::to_tokens", mutates_args=())
+@library.custom_op("longhaul::to_tokens", mutates_args=())
 def to_tokens(out: Tensor, group_name: str, degree: int) -> Tensor:
     """out [B, degree · L, h, D] of this rank's heads -> [B, L, degree · h, D] of this rank's tokens. Differentiable.
 
@@ -93,7 +93,7 @@ def to_tokens(out: Tensor, group_name: str, degree: int) -> Tensor:
     return _join_heads(arrived, degree * out.shape[2])
 
 
-@torch.library.custom_op("longhaul::to_tokens_backward", mutates_args=())
+@library.custom_op("longhaul::to_tokens_backward", mutates_args=())
 def to_tokens_backward(dout: Tensor, group_name: str, degree: int) -> Tensor:
     """Gradient of `to_tokens`, [B, L, H, D] -> [B, degree · L, H / degree, D]. Collective over the group."""
     by_rank = dout.unflatten(2, (degree, -1)).permute(2, 0, 1, 3, 4)

@@ -18,3 +18,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         item.add_marker(item.path.relative_to(TESTS).parts[0])
+
+
+@pytest.fixture(scope="module")
+def one_thread():
+    """PyTorch's own threads, where ranks are threads already or bytes of each thread are counted."""
+    import torch  # not before pytest_configure has hidden the GPUs
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -15,12 +15,12 @@ def num_parameters(model: ModelConfig) -> int:
         vectors += 2 * head
     embedding = model.padded_vocab_size * width
     tables = embedding if model.tie_embeddings else 2 * embedding
-    return tables + model.num_layers * (_layer_matrices(model) + vectors) + width
+    return tables + model.num_layers * (sum(layer_matrices(model)) + vectors) + width
 
 
 def matmul_parameters(model: ModelConfig) -> int:
     """Parameters that multiply every token: the layers' matrices and the head, tied or not; no embedding."""
-    return model.num_layers * _layer_matrices(model) + model.vocab_size * model.model_dim
+    return model.num_layers * sum(layer_matrices(model)) + model.vocab_size * model.model_dim
 
 
 def flops_per_sequence(model: ModelConfig, documents: Iterable[int], sequence_length: int) -> tuple[float, float]:
@@ -45,6 +45,7 @@ def flops_per_sequence(model: ModelConfig, documents: Iterable[int], sequence_le
     return causal, linear * sequence_length + per_pair * model.num_layers * sequence_length**2
 
 
-def _layer_matrices(model: ModelConfig) -> int:
+def layer_matrices(model: ModelConfig) -> tuple[int, int]:
+    """Parameters of one layer's matrices: attention's four, the feed-forward's three."""
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return model.model_dim * (2 * queries + 2 * keys + 3 * model.ffn_dim)
+    return model.model_dim * (2 * queries + 2 * keys), 3 * model.model_dim * model.ffn_dim

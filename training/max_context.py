@@ -5,16 +5,13 @@ import math
 from dataclasses import dataclass
 
 from conf.schema import Degrees, Layout, Route, TrainConfig, resolve
-from training.planning import judge, limit_bytes, peak_bytes, shortage, whole
-from training.searching import LARGE_RING, Changes, arguments, vary
+from parallel.choose import USEFUL
+from parallel.setting import whole
+from training.planning import judge, limit_bytes, peak_bytes, shortage
+from training.searching import LARGE_RING, Changes, arguments, now, vary
 
 ALIGNED_TOKENS = 128  # of which a rank's part of the longest sequence is a multiple
 LONGEST_TOKENS = 1 << 40
-AUTOMATIC = {  # layouts that `auto` may choose on each route; those that need least memory first
-    Route.relay: (Layout.zigzag, Layout.striped),
-    Route.direct: (Layout.zigzag, Layout.contiguous, Layout.grouped, Layout.balanced, Layout.striped),
-    Route.gather: (Layout.zigzag, Layout.balanced),
-}
 
 
 @dataclass(frozen=True)
@@ -69,21 +66,18 @@ def _pins(config: TrainConfig, degrees: Degrees) -> list[Changes]:
     if ring == 1 or not automatic:
         return [{}]
     pins = []
-    for route, layouts in AUTOMATIC.items():
+    for name, names in USEFUL.items():
+        route, layouts = Route(name), sorted(map(Layout, names), key=lambda layout: layout is not Layout.zigzag)
         if parallel.route not in (Route.auto, route):
             continue
-        if ring > LARGE_RING:  # what needs a search of its own takes seconds, and no less memory
+        if ring > LARGE_RING:  # what needs a search of its own takes seconds, and no less memory than zigzag
             layouts = layouts[:1]
         for layout in layouts if parallel.layout is Layout.auto else (parallel.layout,):
             every = {"parallel.layout": layout, "parallel.route": route}
             if route is Route.direct and not parallel.prefetch:
                 every["parallel.prefetch"] = 1
-            pins.append({key: value for key, value in every.items() if value != _now(config, key)})
+            pins.append({key: value for key, value in every.items() if value != now(config, key)})
     return pins
-
-
-def _now(config: TrainConfig, key: str) -> object:
-    return getattr(config.parallel, key.partition(".")[2])
 
 
 class _Probe:

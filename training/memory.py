@@ -17,9 +17,8 @@ from model.blocks import Blocks, blocks, ffn_bytes, loss_bytes
 from model.kernels.scratch import of_tiles
 from parallel.pool import pool_bytes
 from parallel.schedule import HEAD_GROUPS, LOCAL_LENGTH, NUM_SEQUENCES, tile_rows
+from parallel.setting import Setting, shape, whole
 
-ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}
-MIN_BYTES = 1 << 16  # smaller tensors are not offloaded; see `parallel.offload`
 Causes = dict[str, float]
 
 
@@ -63,6 +62,11 @@ def memory(config: TrainConfig, degrees: Degrees, plans: Mapping[str, np.ndarray
     )
 
 
+def planned(config: TrainConfig, degrees: Degrees, setting: Setting, ring_rank: int) -> Memory:
+    """Of that rank of the ring, each sequence one document."""
+    return memory(config, degrees, setting.plans(whole(config), ring_rank))
+
+
 def layer_parameters(model: ModelConfig, tensor: int = 1) -> list[tuple[int, ...]]:
     """Shapes of one layer's parameters, as a rank of the tensor axis holds them."""
     queries, keys = model.num_heads * model.head_dim // tensor, model.num_kv_heads * model.head_dim // tensor
@@ -83,7 +87,8 @@ class _Step:
 
     def __init__(self, config: TrainConfig, degrees: Degrees, plans: Mapping[str, np.ndarray]):
         model, self.config, self.model, self.degrees = config.model, config, config.model, degrees
-        self.element = ELEMENT_BYTES[config.train.dtype]
+        ring = shape(config)
+        self.element = ring.element_bytes
         self.wide = max(4, self.element)  # of sums, and of the weights that the optimizer changes
         self.blocks: Blocks = blocks(model, self.element, int(config.cluster.block_bytes), degrees.tensor)
         plan = next(iter(plans.values()))
@@ -98,15 +103,18 @@ class _Step:
         self.lse = self.tokens * heads * self.wide
         self.hidden, self.inner = (n * model.model_dim * self.element for n in (self.outer, self.tokens))
         self.scale = self.outer * self.wide  # of a norm
-        ring_heads = heads // degrees.ulysses, max(1, kv_heads // degrees.ulysses)
-        self.pool = pool_bytes(plans.values(), *ring_heads, model.head_dim, self.element)
-        self.scratch = self._scratch(plans, *ring_heads)
+        self.gathered = self.inner if self.split else 0  # the same of all tokens, on the way into a region
+        self.pool = pool_bytes(plans.values(), ring.num_heads, ring.num_kv_heads, ring.head_dim, ring.element_bytes)
+        self.scratch = self._scratch(plans, ring.num_heads, ring.num_kv_heads)
         self.layer = layer_parameters(model, degrees.tensor)
         self.table = [(model.padded_vocab_size // degrees.tensor, model.model_dim)]
         ffn_dim = model.ffn_dim // degrees.tensor
         self.ffn = ffn_bytes(self.tokens, self.blocks.ffn, ffn_dim, model.model_dim, self.element)
         self.kept = self._kept(config.train.recompute)
         self.everything = self._kept(Recompute.none)
+        tables = self.table if model.tie_embeddings else 2 * self.table
+        rest = numel([*tables, (model.model_dim,)], degrees.shard)
+        self.sharded = model.num_layers * numel(self.layer, degrees.shard) + rest
 
     def _scratch(self, plans: Mapping[str, np.ndarray], num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """What attention takes inside of its one operation, forward and backward: the kernel, and an lse by rows."""
@@ -142,7 +150,7 @@ class _Step:
         """The last layer's stay. PyTorch keeps pinned memory in pieces of a power of two bytes."""
         if not self.config.train.offload:
             return 0
-        pieces = [1 << (math.ceil(size) - 1).bit_length() for size in self.kept.values() if size >= MIN_BYTES]
+        pieces = [1 << (math.ceil(size) - 1).bit_length() for size in self.kept.values()]
         return (self.model.num_layers - 1) * sum(pieces)
 
     def _kept_bytes(self, layers: int) -> float:
@@ -152,14 +160,11 @@ class _Step:
     # What is there all along, and what sharding holds.
 
     def _always(self) -> Causes:
-        model, wide, shard = self.model, self.wide, self.degrees.shard
-        tables = self.table if model.tie_embeddings else 2 * self.table
-        self.sharded = model.num_layers * numel(self.layer, shard) + numel([*tables, (model.model_dim,)], shard)
         batches = min(2, self.degrees.accumulation) * 3 * 8 * self.tokens
-        angles = self.tokens * model.head_dim * self.wide
+        angles = self.tokens * self.model.head_dim * self.wide
         return {
-            "weights": self.sharded * wide,
-            "optimizer": 2 * self.sharded * wide,
+            "weights": self.sharded * self.wide,
+            "optimizer": 2 * self.sharded * self.wide,
             "ring buffers": sum(self.pool.values()),
             "batch": batches + angles,
         }
@@ -238,7 +243,7 @@ class _Step:
         loss = loss_bytes(self.tokens, self.blocks.loss, rows, self.model.model_dim, self.element)
         tied = self.model.tie_embeddings
         base = {"kept for backward": self._kept_bytes(self.model.num_layers)}
-        states = 2 * self.hidden + self.scale + (self.inner if self.split else 0)
+        states = 2 * self.hidden + self.scale + self.gathered
         waiting = self._before_backward()
         # Tied, nothing has to be gathered: the last layer's message has not been dropped for another one.
         forward = {"weights gathered": self._gathered([], self.layer) if tied else self._gathered(self.table)}
@@ -253,9 +258,8 @@ class _Step:
     def _backward(self, number: int) -> Iterator[tuple[str, Causes]]:
         q, k, hidden, inner = self.q, self.k, self.hidden, self.inner
         last = number == self.model.num_layers - 1
-        previous = self.table if last and not self.model.tie_embeddings else self.layer
-        previous = [] if last and self.model.tie_embeddings else previous
-        following = self.layer if number else self.table if not self.model.tie_embeddings else []
+        end = [] if self.model.tie_embeddings else self.table  # the head or embedding, where they are units alone
+        previous, following = end if last else self.layer, self.layer if number else end
         base = {
             "kept for backward": self._kept_bytes(number),
             "weights gathered": self._gathered(self.layer, following),
@@ -263,7 +267,7 @@ class _Step:
             **self._gradients(number + 1),
         }
         everything = sum(self.everything.values())
-        gradient = hidden + (inner if self.split else 0)
+        gradient = hidden + self.gathered
         yield "feed-forward", base | {"one layer": everything + gradient + self.ffn["backward"]}
         later = everything - hidden - inner - self.scale
         weights = numel(self.layer[3:7]) * self.element  # gradients of the feed-forward's, and of attention's output
@@ -279,7 +283,7 @@ class _Step:
         base = self._gradients(0)
         held = {"weights gathered": 0 if self.model.tie_embeddings else self._gathered(self.table, [])}
         held["gradients reduced"] = self._reduced(self.layer)
-        states = self.hidden + (self.inner if self.split else 0)
+        states = self.hidden + self.gathered
         rounded = table * self.element if self.element < self.wide else 0
         yield "embedding's gradient", base | held | {"embedding": states + wide + table * self.wide + rounded}
         reducing = self.element * table + self._reduced(self.table)

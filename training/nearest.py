@@ -4,8 +4,10 @@ import contextlib
 from collections.abc import Sequence
 
 from conf.schema import Degrees, Device, Dtype, Kernel, Recompute, TrainConfig, resolve
+from model.kernels.capability import INDEXED
+from parallel.setting import Setting
 from training.memory import memory
-from training.planning import INDEXED, judge, largest_plans, limit_bytes, peak_bytes, settle, shortage
+from training.planning import judge, largest_plans, limit_bytes, peak_bytes, shortage
 from training.refusals import choose_kernel
 from training.ring_time import play_all
 from training.searching import (
@@ -94,11 +96,11 @@ class _Way:
             return
         simple = vary(cut, {} if lengths else simplified(cut))
         try:
-            setting = settle(simple, degrees)
+            setting = Setting(simple, degrees, say=lambda text: None)
         except ValueError:
             # Buffers exceed what they may have: no question of policies. What is not simple is asked as it would run.
             with contextlib.suppress(ValueError):
-                settle(cut, degrees)
+                Setting(cut, degrees, say=lambda text: None)
                 self.hopeless = False
             return
         documents = documents_of(simple, lengths)

@@ -11,9 +11,8 @@ import numpy as np
 
 from conf.schema import Degrees, Device, TrainConfig, resolve
 from model.kernels import capability
-from parallel import layout
 from parallel.choose import Choice
-from parallel.setting import Setting, shape
+from parallel.setting import Documents, Setting, whole
 from training.estimate import num_parameters
 from training.memory import Memory, memory
 from training.refusals import choose_kernel, refusals, slower
@@ -21,9 +20,6 @@ from training.ring_time import Attention, play_all
 from training.timing import Timing, timing
 
 USABLE = 0.9  # of a GPU's memory: see `training.memory`
-INDEXED = (1 << 31) - 1  # elements that kernels count in 32 bits
-
-Documents = tuple[tuple[int, ...], ...]  # of each sequence of a micro-batch, the lengths of its documents
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Condition:
         return self.tokens >= self.needed_tokens
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Judged:
     """What decides whether a config can run, without a second of its time.
 
@@ -68,9 +64,9 @@ class Judged:
     notes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
-    """One config on so many ranks; `refusals` and `notes` as in `Judged`.
+@dataclass(frozen=True, kw_only=True)
+class Plan(Judged):
+    """One config on so many ranks.
 
     Attributes:
         documents: of each sequence of a micro-batch.
@@ -81,15 +77,9 @@ class Plan:
     config: TrainConfig
     degrees: Degrees
     documents: Documents
-    setting: Setting
     attention: Mapping[str, Attention]
-    memory: Memory
     timing: Timing
     conditions: tuple[Condition, ...]
-    kernel: str
-    kernels: tuple[capability.Row, ...]
-    refusals: tuple[str, ...]
-    notes: tuple[str, ...]
     checkpoint_bytes: int
     checkpoint_seconds: float
     host_bytes: float
@@ -142,11 +132,6 @@ def default_ranks(config: TrainConfig) -> int:
     return max(1, config.parallel.data) * config.parallel.sequence * config.parallel.tensor
 
 
-def whole(config: TrainConfig) -> Documents:
-    """The documents of a micro-batch where each sequence is one document, which takes most."""
-    return ((int(config.data.sequence_length),),) * config.train.micro_batch_size
-
-
 def plan(config: TrainConfig, ranks: int, documents: Sequence[Sequence[int]] | None = None) -> Plan:
     """What `config` needs on `ranks` ranks.
 
@@ -162,18 +147,13 @@ def plan(config: TrainConfig, ranks: int, documents: Sequence[Sequence[int]] | N
     nodes = -(-ranks // cluster.node_gpus)
     checkpoint_bytes = 3 * max(4, setting.shape.element_bytes) * num_parameters(config.model)
     return Plan(
+        **vars(judged),
         config=config,
         degrees=degrees,
         documents=documents,
-        setting=setting,
         attention=attention,
-        memory=needs,
         timing=timing(config, degrees, setting, documents, needs.host_bytes, attention),
         conditions=tuple(conditions(config, setting, attention)) if documents == whole(config) else (),
-        kernel=judged.kernel,
-        kernels=judged.kernels,
-        refusals=judged.refusals,
-        notes=judged.notes,
         checkpoint_bytes=checkpoint_bytes,
         checkpoint_seconds=checkpoint_bytes / (nodes * cluster.disk_bytes_per_second),
         host_bytes=needs.host_bytes * on_node,
@@ -182,36 +162,21 @@ def plan(config: TrainConfig, ranks: int, documents: Sequence[Sequence[int]] | N
 
 def judge(config: TrainConfig, degrees: Degrees, documents: Documents) -> Judged:
     """Memory and refusals, by the functions that the run itself asks. Raises ValueError as `plan` does."""
-    setting = settle(config, degrees)
+    setting = Setting(config, degrees, say=lambda text: None)
     choices = setting.choose(documents)
     plans = largest_plans(config, degrees, setting, documents, choices)
     kernel, kernels, refused, notes = choose_kernel(config)
     refused += refusals(config, degrees, setting, choices, kernel)
-    needs = memory(config, degrees, plans)
-    return Judged(setting, choices, plans, needs, kernel, tuple(kernels), tuple(refused), tuple(notes))
-
-
-def settle(config: TrainConfig, degrees: Degrees) -> Setting:
-    """The run's `Setting`.
-
-    Raises:
-        ValueError: where buffers exceed parallel.buffer_blocks, or what kernels can index, whichever is less.
-    """
-    try:
-        return Setting(config, degrees, say=lambda text: None)
-    except ValueError:
-        parallel, ring = config.parallel, degrees.sequence // degrees.ulysses
-        multiple = degrees.ulysses * degrees.tensor
-        padded = layout.padded_length(parallel.layout, int(config.data.sequence_length), ring, multiple)
-        rows = config.train.micro_batch_size * padded // ring
-        blocks = INDEXED // (shape(config).key_elements * rows)
-        if blocks - 1 >= parallel.buffer_blocks:
-            raise
-        raise ValueError(
-            f"parallel.sequence={parallel.sequence} leaves {rows} tokens to a ring rank, of whose keys and values a "
-            f"kernel that counts elements in 32 bits indexes {blocks} blocks, too few for any layout and route that is "
-            f"left: use more ranks (parallel.sequence) or a smaller train.micro_batch_size"
-        ) from None
+    return Judged(
+        setting=setting,
+        choices=choices,
+        plans=plans,
+        memory=memory(config, degrees, plans),
+        kernel=kernel,
+        kernels=tuple(kernels),
+        refusals=tuple(refused),
+        notes=tuple(notes),
+    )
 
 
 def largest_plans(

@@ -21,11 +21,11 @@ from parallel import ring
 from parallel.apply import attend_over, initialise, lay_out
 from parallel.mesh import build_mesh
 from parallel.offload import Offload
-from parallel.setting import Setting
+from parallel.setting import whole
 from parallel.take import Take
 from training import runtime
 from training.loop import accumulate, update
-from training.memory import Memory, memory
+from training.memory import Memory, planned
 from training.optimizer import build_optimizer, clip_by_global_norm
 from training.tracker import Tracker
 
@@ -74,14 +74,6 @@ def report(config: TrainConfig) -> str:
     return "\n".join(lines)
 
 
-def planned(config: TrainConfig, degrees: Degrees, rank: int) -> Memory:
-    """What that rank should take, each sequence one document."""
-    setting = Setting(config, degrees, _node_size(config), lambda _: None)
-    ring_rank = rank // degrees.tensor % degrees.sequence // degrees.ulysses
-    documents = ((setting.length,),) * config.train.micro_batch_size
-    return memory(config, degrees, setting.plans(documents, ring_rank))
-
-
 def parse(text: str) -> tuple[int, int]:
     """(number of ranks, rank) of `run.rehearse`."""
     size, colon, rank = text.partition(":")
@@ -111,10 +103,9 @@ def rehearse(config: TrainConfig, pool_times: int = 1) -> Rehearsal:
             window=config.model.attention_window > 0,
             head_dim=config.model.head_dim,
         )
-        take = Take(config, mesh, _node_size(config), lambda _: None)
-        documents = ((int(config.data.sequence_length),),) * config.train.micro_batch_size
-        take(documents)  # plans are real, made here once: the host reads them
-        plan = planned(config, degrees, rank)
+        take = Take(config, mesh, min(size, config.cluster.node_gpus), lambda _: None)
+        take(whole(config))  # plans are real, made here once: the host reads them
+        plan = planned(config, degrees, take.setting, take.ring.rank)
         meter = _Real(device) if device.type == "cuda" else _Fake(plan.kernel_bytes)
         offload = Offload(meter.copier) if config.train.offload and meter.copier else None
         model = lay_out(config, mesh, attend_over(mesh, kernel), device, offload)
@@ -148,17 +139,11 @@ def _own_pool() -> Iterator[None]:
         ring.BUFFERS.clear()
 
 
-def _node_size(config: TrainConfig) -> int:
-    size, _ = parse(str(config.run.rehearse))
-    return min(size, config.cluster.node_gpus)
-
-
 def _batches(config: TrainConfig, degrees: Degrees, take: Take) -> list[Batch]:
     """Micro-batches of one step; no more than two, after which nothing changes any more."""
-    sequences = config.train.micro_batch_size
-    documents = ((int(config.data.sequence_length),),) * sequences
+    documents = whole(config)
     chunks, plan = take(documents)
-    shape = (sequences, sum(chunk.count for chunk in chunks[0]))
+    shape = (len(documents), sum(chunk.count for chunk in chunks[0]))
     empty = lambda: torch.zeros(shape, dtype=torch.int64)  # noqa: E731
     valid = shape[0] * shape[1]
     return [Batch(empty(), empty(), empty(), plan, valid, list(documents)) for _ in range(min(2, degrees.accumulation))]

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parallel.choose import Choice
+from parallel.choose import GRANULARITY, Choice
 from parallel.cost import Ring
 from parallel.route import tour
 from parallel.setting import Setting
 from parallel.wire import Played
 
 ROUNDED = 1 + 1e-9  # sums in another order differ in their last bits
-GRANULARITY = 128  # queries × keys that a kernel computes in full or leaves out; what `parallel.choose` reckons with
 
 
 @dataclass(frozen=True)

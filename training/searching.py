@@ -20,9 +20,10 @@ from conf.schema import (
     resolve,
 )
 from parallel.choose import Choice
+from parallel.setting import Documents, Setting, shape, whole
 from training.estimate import num_parameters
-from training.memory import ELEMENT_BYTES, memory
-from training.planning import Documents, default_ranks, largest_plans, limit_bytes, peak_bytes, settle, shortage, whole
+from training.memory import memory
+from training.planning import default_ranks, largest_plans, limit_bytes, peak_bytes, shortage
 from training.refusals import choose_kernel, refusals, slower
 from training.ring_time import play_all
 from training.timing import Timing, timing
@@ -155,7 +156,7 @@ def _cut(
     if least_bytes(cut, degrees) > limit_bytes(cut):
         fell_out["memory"] += len(policies)
         return []
-    setting = settle(cut, degrees)
+    setting = Setting(cut, degrees, say=lambda text: None)
     documents = documents_of(cut, lengths)
     choices = setting.choose(documents)
     plans = largest_plans(cut, degrees, setting, documents, choices)
@@ -192,7 +193,7 @@ def _cut(
 
 def least_bytes(config: TrainConfig, degrees: Degrees) -> float:
     """Of a rank under any policy, so that what is far from fitting needs no ring: states; unless offloaded, inputs."""
-    element = ELEMENT_BYTES[config.train.dtype]
+    element = shape(config).element_bytes
     states = 3 * max(4, element) * num_parameters(config.model) / (degrees.data * degrees.sequence * degrees.tensor)
     tokens = config.train.micro_batch_size * int(config.data.sequence_length) / (degrees.sequence * degrees.tensor)
     layers = 1 if config.cluster.device is Device.cuda else config.model.num_layers

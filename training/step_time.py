@@ -11,7 +11,7 @@ from typing import NamedTuple
 from conf.schema import Degrees, Device, ModelConfig, Recompute, ReduceGradients, TrainConfig
 from model.blocks import Blocks, blocks
 from parallel.setting import Setting
-from training.estimate import num_parameters
+from training.estimate import layer_matrices, matmul_parameters, num_parameters
 from training.links import Cost, Group, groups
 from training.ring_time import Attention
 
@@ -49,19 +49,13 @@ class Traffic(NamedTuple):
     nic_bytes: float
 
 
-def matrices(model: ModelConfig) -> tuple[int, int]:
-    """Parameters of one layer's matrices: attention's four, the feed-forward's three."""
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads
-    return model.model_dim * heads * model.head_dim, 3 * model.model_dim * model.ffn_dim
-
-
 def recomputed_parameters(model: ModelConfig, policy: Recompute) -> int:
     """Parameters of one layer whose products with the tokens a backward pass computes once more.
 
     The feed-forward keeps its input only, whatever the policy, and computes gate and up again. A layer that is computed
     again runs all four projections, since what follows attention is needed too.
     """
-    attention, ffn = matrices(model)
+    attention, ffn = layer_matrices(model)
     again = 2 * ffn // 3
     return again if policy is Recompute.none else again + attention
 
@@ -113,9 +107,10 @@ class Step:
         """Kernels alone, balanced and without recompute. tokens: of one data rank's micro-batch."""
         kinds = ["window" if kind.startswith("window") else "full" for kind in self.model.attention_kinds()]
         attention = sum(self.attention[kind].ideal_seconds for kind in kinds)
-        products = self.model.num_layers * sum(matrices(self.model)) + self.model.vocab_size * self.model.model_dim
         share = tokens / (self.degrees.sequence * self.degrees.tensor)
-        return self.degrees.accumulation * (attention + 6 * products * share / self.cluster.linear_flops)
+        return self.degrees.accumulation * (
+            attention + 6 * matmul_parameters(self.model) * share / self.cluster.linear_flops
+        )
 
     # --- what is computed --------------------------------------------------------------------------------------------
 
@@ -157,7 +152,7 @@ class Step:
     def _product_seconds(self) -> tuple[float, float]:
         """Of one layer's products, forward and backward; of those that are repeated."""
         share = self.rows / self.degrees.tensor / self.cluster.linear_flops
-        return 6 * sum(matrices(self.model)) * share, 2 * recomputed_parameters(self.model, self.policy) * share
+        return 6 * sum(layer_matrices(self.model)) * share, 2 * recomputed_parameters(self.model, self.policy) * share
 
     def _products(self, times: int) -> None:
         once, again = self._product_seconds()
@@ -173,7 +168,7 @@ class Step:
         rope = (2 * e + 7 * wide) * heads  # to float32, two products, back
         forward = 10 * e * width + rope + 5 * e * hidden  # norms 2 × 2 and sums 2 × 3; silu 2 and product 3
         backward = 12 * e * width + rope + 16 * e * hidden  # norms and sums 4 × 3; `model.ffn` in place
-        sums = matrices(model)[1] / tensor * (2 * e * (e < wide) + 2 * wide)  # of weight gradients, over blocks
+        sums = layer_matrices(model)[1] / tensor * (2 * e * (e < wide) + 2 * wide)  # of weight gradients, over blocks
         backward += sums * -(-self.rows // self.blocks.ffn)
         rate = self.cluster.memory_bytes_per_second
         return forward / rate, backward / rate

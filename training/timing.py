@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from conf.schema import Degrees, TrainConfig
-from parallel.setting import Setting
+from parallel.setting import Setting, whole
 from training.estimate import flops_per_sequence
 from training.ring_time import Attention, play_all
 from training.step_time import COMMUNICATION, Cause, Step, Traffic
@@ -78,7 +78,7 @@ def timing(
     host_bytes: that one micro-batch keeps in the host's memory for each rank, where train.offload is set. attention:
     what `play_all` returns, where it is played already.
     """
-    documents = documents or ((setting.length,),) * config.train.micro_batch_size
+    documents = documents or whole(config)
     attention = attention or play_all(setting, documents)
     step = Step(config, degrees, setting, attention, host_bytes)
     step.run()

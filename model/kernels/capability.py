@@ -24,7 +24,8 @@ MASKS = {kernel: ("causal", "documents", "window") for kernel in KERNELS}
 
 # Elements of a tensor that a kernel indexes in 32 bits. PyTorch's CPU kernel counts in 64, and so do the
 # operations of which the reference is made.
-MOST_ELEMENTS = {("flash", "cuda"): 2**31 - 1, ("sdpa", "cuda"): 2**31 - 1}
+INDEXED = (1 << 31) - 1
+MOST_ELEMENTS = {("flash", "cuda"): INDEXED, ("sdpa", "cuda"): INDEXED}
 
 MODULES = ("flash_attn_2_cuda", "flash_attn_interface")  # of flash-attn 2 (its compiled part) and of 3
 

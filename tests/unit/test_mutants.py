@@ -25,12 +25,7 @@ from tests.threads import Network, QueueExchange, on_threads, ring_attention
 SPREAD = ("contiguous", "zigzag", "striped", "balanced")  # whatever the documents, ranks need one another
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def compared(layout, route, mutant):

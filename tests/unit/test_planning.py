@@ -7,12 +7,12 @@ import pytest
 from conf.compose import compose
 from conf.schema import Recompute, resolve
 from model.kernels import capability
-from parallel.setting import Setting
+from parallel.setting import Setting, whole
 from training import max_context, searching
 from training.max_context import longest
 from training.memory import memory
 from training.nearest import nearest
-from training.planning import default_ranks, limit_bytes, peak_bytes, plan, shortage, whole
+from training.planning import default_ranks, limit_bytes, peak_bytes, plan, shortage
 from training.searching import search, vary
 
 LLAMA_8B = ["model=8b", "data.sequence_length=1M", "train.dtype=bfloat16"]

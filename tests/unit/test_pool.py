@@ -39,13 +39,7 @@ class WatchedBuffers(Buffers):
 DTYPES = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float64)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Ranks are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("layout", cases.ALL_LAYOUTS)

@@ -52,13 +52,7 @@ for each in all_cases():
     CASES.setdefault((each.layout, each.ranks), []).append(each)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Ranks are threads already."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize(("layout", "ranks"), CASES)

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from model import rope
 from model.rope import rope_angles, rotate
 from tests import dense
 
@@ -36,3 +37,19 @@ def test_sixteen_bit_inputs_are_turned_in_float32():
     turned = rotate(x, angles)
     assert turned.dtype == torch.bfloat16
     assert not torch.equal(turned[0, 0], turned[0, 1])
+
+
+def test_gradients_are_those_of_complex_multiplication():
+    x = torch.randn(1, 7, 3, 8, dtype=torch.float64, requires_grad=True)
+    positions, dout = torch.tensor([0, 1, 2, 0, 1, 50, 100_000]), torch.randn(1, 7, 3, 8, dtype=torch.float64)
+    (ours,) = torch.autograd.grad(rotate(x, rope_angles(positions[None], 8, 1e4, torch.float64)), x, dout)
+    (theirs,) = torch.autograd.grad(dense.turn(x[0], positions, 1e4)[None], x, dout)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def test_tokens_are_turned_in_blocks(monkeypatch):
+    """Blocks of one token give the same bits as one block."""
+    x, angles = torch.randn(1, 7, 3, 8), rope_angles(torch.arange(7)[None], 8, 1e4, torch.float32)
+    at_once = rotate(x, angles)
+    monkeypatch.setattr(rope, "BLOCK_ELEMENTS", (24, 24))
+    assert torch.equal(rotate(x, angles), at_once)

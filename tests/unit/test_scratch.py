@@ -22,12 +22,7 @@ def measured(kernel, dtype, tiles, rows, keys, heads, groups, head_dim):
     return forward, peak_bytes(lambda: kernel.backward(dout, q, k, v, final, lse, tiles, into=into))
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
