@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conf.compose import compose
-from conf.schema import TrainConfig, parse_length, resolve
+from conf.schema import TrainConfig, longest_stage, parse_length, resolve
 from training import timeline
+from training.corpus import plan_stages
 from training.max_context import longest
 from training.nearest import MOST_RANKS, nearest
 from training.plan_record import record, rows
@@ -118,6 +119,10 @@ def run(options: argparse.Namespace, say: Callable[[str], None], result: dict[st
         raise ValueError("--max-context is about sequences of one document: leave out --documents, or --max-context")
     config = compose(options.overrides)
     ranks = default_ranks(config) if options.ranks is None else options.ranks
+    plan_stages(config, ranks)
+    if config.context:
+        config = longest_stage(config)
+        say(f"of {len(config.context)} stages the one with the longest sequences, {config.data.sequence_length:,}\n")
     lengths = documents(options.documents, config)
     whole = (lengths,) * config.train.micro_batch_size if lengths else None
     resolve(config, ranks)

@@ -12,19 +12,19 @@ import torch
 from omegaconf import DictConfig
 from torch.optim import Optimizer
 
-from conf.schema import Degrees, TrainConfig, load, resolve, settings
-from data.format import Shard, check_vocabulary, open_shard
+from conf.schema import Degrees, TrainConfig, load, longest_stage, resolve, settings, stages, tokens_per_step
 from data.loader import Loader
-from data.stream import TokenStream
+from data.stream import Sequences, Source, TokenStream
 from model.kernels import capability, self_test
 from model.transformer import Transformer
 from parallel.apply import attend_over, build_model
-from parallel.mesh import build_mesh
+from parallel.mesh import Mesh, build_mesh
 from parallel.ring import KERNELS, warm_up
 from parallel.take import Take
 from training import estimate, rehearse, runtime
-from training.agreement import on_all_ranks, require_equal, together
+from training.agreement import agree, on_all_ranks, require_equal, together
 from training.checkpoint import Checkpoints
+from training.corpus import Corpus, held_out, open_corpus, open_stream, require_disjoint, sequence_cost
 from training.loop import Progress, train
 from training.memory import planned
 from training.metrics import MetricsLog, peak_flops
@@ -39,9 +39,10 @@ def run(config: TrainConfig) -> None:
         require_equal(settings(config))  # first: ranks with other axes would wait for each other in other groups
         mesh = build_mesh(degrees, rank.device.type, config.run.timeout_seconds)
         kernel = together(lambda: choose_kernel(config, rank.device))
-        documents, held_out = together(lambda: open_corpus(config))
-        stream = TokenStream(documents, int(config.data.sequence_length), seed=config.train.seed)
-        require_equal({"training data": stream.fingerprint, "held-out data": held_out.fingerprint})
+        corpus = together(lambda: open_corpus(config))
+        agree(lambda: require_disjoint(corpus))
+        stream = together(lambda: open_stream(config, rank.size, corpus))
+        require_equal(corpus.fingerprints | {"order of data": stream.fingerprint})
 
         checkpoints = Checkpoints(Path(config.run.dir, config.run.name, "checkpoints"), config, mesh)
         model = build_model(config, mesh, attend_over(mesh, kernel), rank.device)
@@ -51,39 +52,63 @@ def run(config: TrainConfig) -> None:
             rank.say(complete(config, progress))
             return
         with MetricsLog(config, rank.rank, progress.step) as metrics, ExitStack() as stack:
-            metrics.say(banner(config, degrees, kernel, rank.device, progress))
+            metrics.say(banner(config, degrees, kernel, rank.device, progress, corpus))
             sizes = on_all_ranks(lambda: rank.node_size)
-            take = Take(config, mesh, sizes[0] if len(set(sizes)) == 1 else 0, metrics.say)
-            metrics.say(planned_memory(config, degrees, take))
+            node_size = sizes[0] if len(set(sizes)) == 1 else 0
+            takes = [Take(stage, mesh, node_size, metrics.say) for stage in stages(config)]  # all: refused now or never
             stack.enter_context(runtime.started())
-            warm_up(mesh.ring.name, take.usual_route, rank.device)
-            take.reserve(getattr(torch, config.train.dtype), rank.device)
-            loader = Loader(
-                stream,
-                take,
-                micro_batch_size=config.train.micro_batch_size,
-                accumulation=degrees.accumulation,
-                data_rank=mesh.data.rank,
-                data_size=mesh.data.size,
-                first_sequence=progress.sequences,
-                num_steps=config.train.steps - progress.step,
-            )
-            validation = Validation(held_out, take, config, mesh)
-            with loader:
-                train(
-                    config,
-                    progress,
-                    mesh=mesh,
-                    model=model,
-                    optimizer=optimizer,
-                    stream=stream,
-                    loader=loader,
-                    validate=lambda: validation(model, rank.device),
-                    checkpoints=checkpoints,
-                    metrics=metrics,
-                    peak_flops=config.logging.peak_flops or peak_flops(rank.device, config.train.dtype),
-                    device=rank.device,
-                )
+            warm_up(mesh.ring.name, takes[progress.stage].usual_route, rank.device)
+            flops = config.logging.peak_flops or peak_flops(rank.device, config.train.dtype)
+            for number in range(progress.stage, len(takes)):
+                stage, take, sequences = stages(config)[number], takes[number], stream.stage(number)
+                of_stage = resolve(stage, rank.size)
+                progress = progress.entering(number)
+                steps = steps_of(stage, of_stage, sequences, progress)
+                if not steps:
+                    continue
+                if len(takes) > 1:
+                    metrics.say(stage_banner(number, stage, of_stage, steps))
+                model.use_rope(stage.model.rope_theta)
+                metrics.say(planned_memory(stage, of_stage, take))
+                take.reserve(getattr(torch, config.train.dtype), rank.device)
+                with read_ahead(stage, of_stage, sequences, take, mesh, progress, steps) as loader:
+                    progress = train(
+                        stage,
+                        progress,
+                        mesh=mesh,
+                        model=model,
+                        optimizer=optimizer,
+                        stream=stream,
+                        loader=loader,
+                        validate=Validation(held_out(stage, corpus), take, stage, mesh),
+                        checkpoints=checkpoints,
+                        metrics=metrics,
+                        peak_flops=flops,
+                        device=rank.device,
+                    )
+
+
+def read_ahead(
+    config: TrainConfig,
+    degrees: Degrees,
+    sequences: Sequences,
+    take: Take,
+    mesh: Mesh,
+    progress: Progress,
+    steps: int,
+) -> Loader:
+    """The batches of the next `steps` steps, as this rank holds them."""
+    return Loader(
+        sequences,
+        take,
+        micro_batch_size=config.train.micro_batch_size,
+        accumulation=degrees.accumulation,
+        data_rank=mesh.data.rank,
+        data_size=mesh.data.size,
+        first_sequence=progress.sample,
+        num_steps=steps,
+        cost=sequence_cost(config),
+    )
 
 
 def choose_kernel(config: TrainConfig, device: torch.device) -> str:
@@ -97,13 +122,23 @@ def choose_kernel(config: TrainConfig, device: torch.device) -> str:
     return name
 
 
-def open_corpus(config: TrainConfig) -> tuple[Shard, Shard]:
-    """The prepared documents to train on, and those held out; both in the model's vocabulary."""
-    corpus = Path(config.data.root, config.data.name)
-    documents, held_out = open_shard(corpus / "train"), open_shard(corpus / "validation")
-    check_vocabulary(documents, config.model.vocab_size)
-    check_vocabulary(held_out, config.model.vocab_size)
-    return documents, held_out
+def steps_of(config: TrainConfig, degrees: Degrees, sequences: Sequences, progress: Progress) -> int:
+    """Steps until the end of a stage, or of the run.
+
+    Raises:
+        ValueError: where another batch than before leaves the stage without a whole number of steps.
+    """
+    remaining = config.train.steps - progress.step
+    if sequences.num_sequences is None:
+        return remaining
+    left, each = sequences.num_sequences - progress.sample, tokens_per_step(config, degrees)
+    tokens = left * int(config.data.sequence_length)
+    if tokens % each and remaining * each > tokens:
+        raise ValueError(
+            f"stage {progress.stage} of context has {tokens} tokens left, no whole number of steps of {each}: resume "
+            "with the train.global_batch_tokens and train.micro_batch_size that it began with"
+        )
+    return min(remaining, tokens // each)
 
 
 def resume(
@@ -119,13 +154,13 @@ def resume(
         checkpoints.seed(step=0)
         return Progress()
     state = checkpoints.load(path, model, optimizer)
-    return Progress(state["step"], state["tokens"], stream.start(state["cursor"]))
+    return Progress(state["step"], state["tokens"], *stream.start(state["cursor"]))
 
 
-def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.device, progress: Progress) -> str:
+def banner(
+    config: TrainConfig, degrees: Degrees, kernel: str, device: torch.device, progress: Progress, corpus: Corpus
+) -> str:
     """What this run is, in a few lines, before its first step."""
-    length = int(config.data.sequence_length)
-    per_step = degrees.accumulation * degrees.data * config.train.micro_batch_size * length
     inside = f" (ulysses {degrees.ulysses} × ring)" if degrees.ulysses > 1 else ""
     doubt = ", which has no GPUs: name yours" if (device.type, config.cluster.name) == ("cuda", "laptop") else ""
     start = f"after step {progress.step}" if progress.step else "from the first weights"
@@ -137,9 +172,25 @@ def banner(config: TrainConfig, degrees: Degrees, kernel: str, device: torch.dev
             f"tensor {degrees.tensor}; states sharded over {degrees.shard}",
             f"ring     {config.parallel.layout} layout, {config.parallel.route} route, {kernel} kernel; "
             f"recompute {config.train.recompute}; auto reckons with cluster={config.cluster.name}{doubt}",
-            f"tokens   sequences of {length:,} from {config.data.root}/{config.data.name}; {per_step:,} a step",
+            f"tokens   {'; '.join(map(source_line, corpus.training))}",
+            *([stage_banner(None, config, degrees, 0)] if not config.context else []),
         ]
     )
+
+
+def source_line(source: Source) -> str:
+    """One source of the run and its share."""
+    share = f"{100 * float(source.share):.4g} % " if source.share != 1 else ""
+    return f"{share}{source.name}, {source.tokens.num_tokens:,} in {source.tokens.num_documents:,} documents"
+
+
+def stage_banner(number: int | None, config: TrainConfig, degrees: Degrees, steps: int) -> str:
+    """How the tokens are cut into sequences, of one stage of `context` or of the whole run."""
+    data = config.data
+    which = "" if number is None else f"stage {number}, {steps} steps: "
+    rope = "" if number is None else f", rope_theta {config.model.rope_theta:g}"
+    size = f"sequences of {int(data.sequence_length):,}, {tokens_per_step(config, degrees):,} tokens a step"
+    return f"data     {which}{size}; long documents {data.long}, short ones {data.short}{rope}"
 
 
 def planned_memory(config: TrainConfig, degrees: Degrees, take: Take) -> str:
@@ -161,7 +212,7 @@ def main(cfg: DictConfig) -> None:
     """Called with the config that Hydra composed of conf/train.yaml and the command line."""
     config = load(cfg)
     if config.run.rehearse is not None:
-        print(rehearse.report(config))
+        print(rehearse.report(longest_stage(config)))
     else:
         runtime.launch(run, config)
 

@@ -26,8 +26,8 @@ from benchmarks import report, watched  # noqa: E402
 from benchmarks.probe import OWN_THREADS, TIGHT_MALLOC  # noqa: E402
 from conf.compose import compose  # noqa: E402
 from conf.schema import resolve  # noqa: E402
-from data.format import open_shard  # noqa: E402
 from data.packages import package_documents  # noqa: E402
+from data.shards import open_tokens  # noqa: E402
 from parallel.setting import Setting  # noqa: E402
 from training.memory import planned  # noqa: E402
 from training.metrics import duration  # noqa: E402
@@ -98,7 +98,7 @@ def prepare() -> int:
     log = folder.with_name(f".{folder.name}.log")
     watched.run([sys.executable, "-m", "data.prepare", RECIPE], log, _environment(), lambda seen: None)
     _say(log.read_text().splitlines()[-1])
-    longest = max(entry["tokens"] for entry in open_shard(folder / "train").documents())
+    longest = max(entry["tokens"] for entry in open_tokens(folder / "train").documents())
     if longest <= FULL:  # the last token has a target, too
         raise RuntimeError(
             f"the document of {folder} has {longest:,} tokens, {FULL + 1:,} are needed: remove {folder} and {path}, "

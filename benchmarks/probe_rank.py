@@ -247,19 +247,20 @@ def make_batches(config: TrainConfig, mesh: Mesh, rank: runtime.Rank, documents:
 
 
 class Synthetic:
-    """A stream whose sequences all have the same documents, and tokens that depend on sequence and index only."""
+    """Endless sequences that all have the same documents, and tokens that depend on sequence and index only."""
 
     def __init__(self, documents: list[int], sequence_length: int, vocab_size: int):
         if not 0 < sum(documents) <= sequence_length or min(documents) < 1:
             raise ValueError(f"documents of {sum(documents)} tokens do not fit a sequence of {sequence_length}")
         self.lengths, self.vocab_size = tuple(documents), vocab_size
+        self.sequence_length, self.num_sequences = sequence_length, None
         self.ends = np.cumsum(documents)
 
     def documents(self, n: int) -> tuple[int, ...]:
         return self.lengths
 
     def labelled(self, n: int, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """As `data.stream.TokenStream.labelled`."""
+        """As `data.stream.Sequences.labelled`."""
         index = np.arange(start, stop + 1, dtype=np.int64)
         line = _scrambled(index + n * int(self.ends[-1])) % self.vocab_size
         tokens, labels, index = line[:-1], line[1:].copy(), index[:-1]

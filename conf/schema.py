@@ -10,6 +10,7 @@ import difflib
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
+from fractions import Fraction
 from typing import Any, Union
 
 from hydra.core.config_store import ConfigStore
@@ -95,10 +96,39 @@ class Schedule(StrEnum):
 
 
 class Source(StrEnum):
-    """Where documents come from when a corpus is prepared."""
+    """Where documents come from: prepared from the packages on this machine, from text, or there as tokens already."""
 
     packages = "packages"
     text = "text"
+    tokens = "tokens"
+
+
+class Unit(StrEnum):
+    """What one document of a folder of text is: each file, or each folder right below `data.path` with all it holds."""
+
+    file = "file"
+    folder = "folder"
+
+
+class Long(StrEnum):
+    """A document longer than a sequence goes on in the next one, or is cut into windows dealt like documents."""
+
+    consecutive = "consecutive"
+    windows = "windows"
+
+
+class Short(StrEnum):
+    """Shorter documents lie end to end, cut where a sequence ends, or go whole to where they fit best."""
+
+    pack = "pack"
+    fit = "fit"
+
+
+class Positions(StrEnum):
+    """What rotary positions count from: the start of each document (of the part in this sequence), or the sequence."""
+
+    document = "document"
+    sequence = "sequence"
 
 
 class Wandb(StrEnum):
@@ -194,15 +224,50 @@ class ClusterConfig:
 
 @dataclass(kw_only=True)
 class DataConfig:
-    """A corpus, how it is prepared, and how it is cut into sequences."""
+    """Corpora, how they are prepared, and how they are cut into sequences."""
 
     source: Source = MISSING
     name: str = MISSING  # prepared data lies in <root>/<name>/{train,validation}
-    root: str = "corpora"
-    path: str | None = None  # source=text: a text file, a .jsonl file, or a folder of them
-    validation_fraction: float = 0.05  # source=text: share of the documents held out, chosen by hash
-    vocab_size: int = 8192  # pieces of the tokenizer that `data.prepare` trains
+    root: str = "corpora"  # a folder; to train from, also an fsspec URL, such as s3://bucket/corpora
+    mixture: str | None = (
+        None  # books:0.7,code:0.3 = corpora below root, by shares of the tokens; null = the one of name
+    )
+    path: str | None = (
+        None  # source=text: file or folder of text; source=tokens: shards, or a Megatron pair, to train on
+    )
+    validation_path: str | None = None  # source=tokens: the same, held out
+
+    # How `data.prepare` makes a corpus of text:
+    unit: Unit = Unit.file
+    text_field: str = "text"  # of .jsonl and .parquet records
+    origin: str | None = None  # where the text is from, for the manifest
+    licence: str | None = None  # of the text, for the manifest
+    validation_fraction: float = 0.05  # share of the documents held out, chosen by hash
+    validation_names: str | None = None  # instead: patterns of the names held out, such as networkx,*/test_*
+    tokenizer: str = "bpe"  # bpe or unigram = trained on the training documents; or a .model or tokenizer.json to use
+    vocab_size: int = 8192  # pieces of a tokenizer that is trained
+    end_token: str | None = None  # ends documents where data.tokenizer is a file; null = the one it is known to have
+    workers: int = 0  # processes that tokenize; 0 = one for each CPU
+    shard_tokens: Length = "1G"  # after which the next document opens another shard
+
+    # How it is cut into sequences:
     sequence_length: Length = 8192  # global tokens of one sequence
+    long: Long = Long.consecutive
+    short: Short = Short.pack
+    upweight: str | None = None  # 32K:2,128K:4 = documents of so many tokens or more come so often in an epoch
+    positions: Positions = Positions.document
+    balance: bool = True  # deal the sequences of a step to data ranks and micro-batches by their cost
+    cache: str = ".cache"  # where root or path is a URL: a folder on this machine for what was fetched
+    cache_bytes: Length = "64G"  # it takes up at most
+
+
+@dataclass(kw_only=True)
+class ContextStage:
+    """A stretch of the run with its own sequence length; the last one may leave `tokens` out and go on to the end."""
+
+    tokens: Length | None = None  # of the stage, a whole number of steps
+    sequence_length: Length = MISSING
+    rope_theta: float | None = None  # null = model.rope_theta
 
 
 @dataclass(kw_only=True)
@@ -267,6 +332,7 @@ class TrainConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    context: list[ContextStage] = field(default_factory=list)  # sequence lengths in turn; empty = data.sequence_length
     train: TrainSection = field(default_factory=TrainSection)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
@@ -295,6 +361,12 @@ def load(cfg: DictConfig) -> TrainConfig:
         raise ValueError(explain(error)) from None
     assert isinstance(config, TrainConfig)
     config.data.sequence_length = parse_length("data.sequence_length", config.data.sequence_length)
+    config.data.shard_tokens = parse_length("data.shard_tokens", config.data.shard_tokens)
+    config.data.cache_bytes = parse_length("data.cache_bytes", config.data.cache_bytes, "bytes")
+    for number, stage in enumerate(config.context):
+        stage.sequence_length = parse_length(f"context.{number}.sequence_length", stage.sequence_length)
+        if stage.tokens is not None:
+            stage.tokens = parse_length(f"context.{number}.tokens", stage.tokens)
     config.cluster.block_bytes = parse_length("cluster.block_bytes", config.cluster.block_bytes, "bytes")
     for name in ("ffn_block_tokens", "loss_block_tokens"):
         if getattr(config.model, name) is not None:
@@ -335,18 +407,81 @@ def keys(node: Any = TrainConfig, prefix: str = "") -> list[str]:
     for entry in dataclasses.fields(node):
         name = prefix + entry.name
         names.append(name)
-        if dataclasses.is_dataclass(entry.type):
+        if dataclasses.is_dataclass(entry.type):  # stages of context have no keys of their own
             names += keys(entry.type, name + ".")
     return names
 
 
 def settings(config: TrainConfig) -> dict[str, str]:
     """Every option by its dotted key, as text."""
-    return {
-        f"{section}.{name}": str(value)
-        for section, options in dataclasses.asdict(config).items()
-        for name, value in options.items()
+    sections = dataclasses.asdict(config)
+    context = {"context": str(sections.pop("context"))}
+    return context | {
+        f"{section}.{name}": str(value) for section, options in sections.items() for name, value in options.items()
     }
+
+
+def stages(config: TrainConfig) -> list[TrainConfig]:
+    """The config of each stage of `context`, with its sequence length and rope; [config] where there are none."""
+    return [
+        dataclasses.replace(
+            config,
+            data=dataclasses.replace(config.data, sequence_length=stage.sequence_length),
+            model=dataclasses.replace(config.model, rope_theta=stage.rope_theta or config.model.rope_theta),
+        )
+        for stage in config.context
+    ] or [config]
+
+
+def longest_stage(config: TrainConfig) -> TrainConfig:
+    """The config of the stage whose sequences are longest: of all stages it needs most."""
+    return max(stages(config), key=lambda stage: int(stage.data.sequence_length))
+
+
+def tokens_per_step(config: TrainConfig, degrees: "Degrees") -> int:
+    """Of all ranks; `degrees` are those of the same stage."""
+    sequences = degrees.accumulation * degrees.data * config.train.micro_batch_size
+    return sequences * int(config.data.sequence_length)
+
+
+def mixture(text: str | None) -> dict[str, Fraction]:
+    """Name and share of each corpus of `data.mixture`, exactly; {} for None.
+
+    Raises:
+        ValueError: where it is not written like books:0.7,code:0.3, or the shares do not sum to 1.
+    """
+    shares: dict[str, Fraction] = {}
+    for part in text.split(",") if text else []:
+        name, _, number = part.strip().rpartition(":")
+        try:
+            share = Fraction(number.strip())
+        except (ValueError, ZeroDivisionError):
+            share = Fraction(0)
+        if not name or name in shares or not 0 < share <= 1:
+            raise ValueError(
+                f"data.mixture={text}: {part.strip()!r} is not NAME:SHARE, like books:0.7 or books:2/3, once"
+            )
+        shares[name] = share
+    total = sum(shares.values())
+    if shares and total != 1:
+        legal = ",".join(f"{name}:{share / total}" for name, share in shares.items())
+        raise ValueError(f"data.mixture={text}: the shares sum to {float(total):.6g}, not 1: use for example {legal}")
+    return shares
+
+
+def upweights(text: str | None) -> list[tuple[int, int]]:
+    """(tokens, times) of `data.upweight`, shortest first; [] for None.
+
+    Raises:
+        ValueError: where it is not written like 32K:2,128K:4.
+    """
+    steps = []
+    for part in text.split(",") if text else []:
+        length, colon, times = part.strip().partition(":")
+        if not colon or not times.isdecimal() or int(times) < 1:
+            raise ValueError(f"data.upweight={text}: {part.strip()!r} is not LENGTH:TIMES, write it like 32K:2,128K:4")
+        steps.append((parse_length("data.upweight", length), int(times)))
+    return sorted(steps)
 
 
 def parse_length(key: str, value: Length, unit_name: str = "tokens") -> int:
@@ -377,12 +512,30 @@ def check(config: TrainConfig) -> None:
     _check_model(config.model)
     _check_tensor(config)
     _check_ring(config)
+    _check_data(config)
     optimizer, steps = config.optimizer, config.train.steps
     if optimizer.schedule is Schedule.wsd and not 1 <= optimizer.decay_steps <= steps - optimizer.warmup_steps:
         raise ValueError(
             f"optimizer.decay_steps={optimizer.decay_steps} does not fit optimizer.schedule=wsd: between warm-up "
             f"and train.steps={steps} there is room for 1 to {max(1, steps - optimizer.warmup_steps)}"
         )
+
+
+def _check_data(config: TrainConfig) -> None:
+    """Mixture, stages, and what each source asks for."""
+    data = config.data
+    upweights(data.upweight)
+    if data.mixture and data.source is Source.tokens:
+        raise ValueError("data.mixture is of corpora below data.root: leave it out with data.source=tokens")
+    for name in mixture(data.mixture):
+        _check_folder("data.mixture", name)
+    for number, stage in enumerate(config.context):
+        if stage.tokens is None and number < len(config.context) - 1:
+            raise ValueError(
+                f"context.{number}.tokens is not set: only the last stage goes on to the end, give the others a number"
+            )
+        if stage.rope_theta is not None and not 0 < stage.rope_theta < math.inf:
+            raise ValueError(f"context.{number}.rope_theta={stage.rope_theta} must be a number above 0")
 
 
 def _check_tensor(config: TrainConfig) -> None:
@@ -468,6 +621,7 @@ def _check_ranges(config: TrainConfig) -> None:
         "checkpoint.every": config.checkpoint.every,
         "checkpoint.keep": config.checkpoint.keep,
         "parallel.prefetch": config.parallel.prefetch,
+        "data.workers": config.data.workers,
         "optimizer.warmup_steps": optimizer.warmup_steps,
         "optimizer.decay_steps": optimizer.decay_steps,
     }
@@ -531,9 +685,13 @@ def _check_ranges(config: TrainConfig) -> None:
     for key, value in shares.items():
         if not 0 <= value <= 1:
             raise ValueError(f"{key}={value} is a share: use a number between 0 and 1")
-    for key, value in {"run.name": config.run.name, "data.name": config.data.name}.items():
-        if not value or "/" in value or value.startswith("."):
-            raise ValueError(f"{key}={value!r} must name one folder: no '/', no leading '.'")
+    _check_folder("run.name", config.run.name)
+    _check_folder("data.name", config.data.name)
+
+
+def _check_folder(key: str, value: str) -> None:
+    if not value or "/" in value or value.startswith("."):
+        raise ValueError(f"{key}={value!r} must name one folder: no '/', no leading '.'")
 
 
 def _default(key: str) -> Any:

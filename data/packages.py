@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from data.documents import TRAIN, VALIDATION, Corpus, Document, portions, relative, walk
+from data.documents import Document, Listing, tree, walk
+from data.text import patterns
 
 STDLIB = "stdlib"
 PACKAGES = ("torch", "sympy", "numpy", STDLIB, "mpmath")
@@ -35,61 +36,42 @@ STDLIB_WITHOUT = frozenset(
 LARGEST_DIGIT_SHARE = 0.2  # a file with more digits than this is a table that some program wrote
 
 
-def describe_packages() -> dict[str, str]:
-    """What identifies each package's sources: its version, and the names and sizes of its files.
+class Packages:
+    """Raises: ValueError where a package is not installed, or has no sources here (a library in a zip file)."""
 
-    Raises:
-        ValueError: where a package is not installed.
-    """
-    return {name: _describe(name) for name in (*PACKAGES, *HELD_OUT_PACKAGES)}
+    def __init__(self, validation_names: str | None = None) -> None:
+        self.held_out = patterns(validation_names) or HELD_OUT_PACKAGES
 
+    def listing(self) -> Listing:
+        """A package's state is its version, and the names and sizes of its files."""
+        names, sizes, state = [*PACKAGES, *HELD_OUT_PACKAGES], list[int](), dict[str, str]()
+        for name in names:
+            files, root, digest = python_files(name), package_root(name), hashlib.sha256()
+            sizes.append(0)
+            for path in files:
+                size = (root / path).stat().st_size
+                sizes[-1] += size
+                digest.update(f"{path}\0{size}\0".encode())
+            version = package_facts(name)["version"]
+            state[name] = f"{version}, {len(files)} files, state {digest.hexdigest()[:12]}"
+        return Listing("data=packages", names, sizes, Counter(), state)
 
-def package_documents() -> Corpus:
-    """Reads every file once, to leave out empty ones and tables.
-
-    Raises:
-        ValueError: where a package is not installed, or has no sources here (a library in a zip file).
-    """
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    kept: dict[str, list[Path]] = {}
-    for name in (*PACKAGES, *HELD_OUT_PACKAGES):
-        root, kept[name] = _package_root(name), []
-        for path in _python_files(name):
-            data = path.read_bytes()
-            if not data.strip():
-                counts["empty"] += 1
-            elif _digit_share(data) > LARGEST_DIGIT_SHARE:
-                counts["tables of numbers"] += 1
-            else:
-                counts["kept"] += 1
-                kept[name].append(path)
-                sizes[name] += len(_header(path, root)) + len(data.decode("utf-8", "surrogateescape"))
-        if not sizes[name]:
+    def read(self, name: str, place: tuple[int, int], counts: Counter[str]) -> Iterator[Document]:
+        """As `Source.read`; reads each file, to leave out empty ones and tables."""
+        root, kept = package_root(name), list[str]()
+        for path in python_files(name):
+            data = (root / path).read_bytes()
+            table = bool(data) and digit_share(data) > LARGEST_DIGIT_SHARE
+            kind = "empty" if not data.strip() else "tables of numbers" if table else "kept"
+            counts[f"files {kind}"] += 1
+            kept += [path] if kind == "kept" else []
+        if not kept:
             raise ValueError(f"data=packages finds no sources of {name} in {root}: use data=text data.path=…")
-
-    def documents() -> Iterator[Document]:
-        for name, paths in kept.items():
-            split = VALIDATION if name in HELD_OUT_PACKAGES else TRAIN
-            yield Document(name, split, partial(_tree, _package_root(name), paths), _package_facts(name))
-
-    held_out = sum(sizes[name] for name in HELD_OUT_PACKAGES)
-    note = ", ".join(f"{counts[what]} {what}" for what in ("kept", "empty", "tables of numbers"))
-    return Corpus(documents, sizes.total(), sizes.total() - held_out, [f"files: {note}"])
+        yield Document(name, partial(tree, root, kept, root.name), package_facts(name))
 
 
-def _tree(root: Path, paths: list[Path]) -> Iterator[str | None]:
-    for path in paths:
-        yield None
-        yield _header(path, root)
-        yield from portions(path)
-
-
-def _header(path: Path, root: Path) -> str:
-    return f"{relative(path, root.parent)}\n"
-
-
-def _package_root(name: str) -> Path:
+def package_root(name: str) -> Path:
+    """Where a package's files are. Raises: ValueError where it is not installed."""
     if name == STDLIB:
         return Path(sysconfig.get_path("stdlib"))
     found = importlib.util.find_spec(name)  # of a top-level name: finds it without importing it
@@ -98,21 +80,15 @@ def _package_root(name: str) -> Path:
     return Path(found.submodule_search_locations[0])
 
 
-def _python_files(name: str) -> list[Path]:
-    without = STDLIB_WITHOUT if name == STDLIB else frozenset()
-    paths, _ = walk(_package_root(name), without | {"__pycache__"})
-    return [path for path in paths if path.suffix == ".py" and not path.is_symlink()]
+def python_files(name: str) -> list[str]:
+    """The source files of a package, by their paths below its root."""
+    without, root = STDLIB_WITHOUT if name == STDLIB else frozenset(), package_root(name)
+    paths, _ = walk(root, without | {"__pycache__"})
+    return [path for path in paths if path.endswith(".py") and not (root / path).is_symlink()]
 
 
-def _describe(name: str) -> str:
-    files = _python_files(name)
-    root, digest = _package_root(name), hashlib.sha256()
-    for path in files:
-        digest.update(f"{relative(path, root)}\0{path.stat().st_size}\0".encode())
-    return f"{_package_facts(name)['version']}, {len(files)} files, state {digest.hexdigest()[:12]}"
-
-
-def _package_facts(name: str) -> dict[str, str]:
+def package_facts(name: str) -> dict[str, str]:
+    """Version and licence."""
     if name == STDLIB:
         return {"version": platform.python_version(), "licence": "PSF-2.0"}
     facts = importlib.metadata.metadata(name)
@@ -122,5 +98,6 @@ def _package_facts(name: str) -> dict[str, str]:
     return {"version": facts["Version"], "licence": licence}
 
 
-def _digit_share(data: bytes) -> float:
+def digit_share(data: bytes) -> float:
+    """How much of it is digits."""
     return 1 - len(data.translate(None, b"0123456789")) / len(data)

@@ -1,84 +1,121 @@
 """Documents → tokenizer → token shards: `python -m data.prepare [--force] OVERRIDES`, those of train.py.
 
-A corpus is built beside its place, as `<root>/.<name>.tmp`, and renamed once everything in it is durable:
-whoever kills this at any moment leaves either no corpus of that name, or a whole one.
+A corpus grows beside its place, as `<root>/.<name>.tmp`, and is renamed once everything in it is durable: under its
+name there is no corpus, or a whole one. Whoever kills this at any moment runs it again, and it goes on from there.
 """
 
 import argparse
 import contextlib
 import fcntl
 import heapq
+import itertools
 import json
 import shutil
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
-from tqdm import tqdm
 
-from conf.compose import compose
-from conf.schema import DataConfig, Source
-from data.documents import TRAIN, VALIDATION, Corpus, Document, describe_text, text_documents
-from data.format import DataError, Shard, ShardWriter, open_shard, publish, write_json
-from data.packages import describe_packages, package_documents
-from data.tokenizer import SAMPLE_CHARS, Tokenizer, cuts, load, train
+from conf.schema import DataConfig, Source, parse_length
+from data import documents
+from data.build import BEGUN, Say, build, put
+from data.documents import SPLITS, Listing
+from data.format import DataError
+from data.packages import Packages
+from data.shards import open_tokens
+from data.text import Text
+from data.tokenizer import load, load_any
+from data.vocabulary import Tokenizer
+from data.writer import publish
 
-RECIPE = 1  # counts up when the same documents and settings come to give other tokens
-SAMPLE_TOTAL_CHARS = 32 << 20  # of training documents, evenly spread, that the tokenizer learns from
-LINE_SECONDS = 2.0  # between lines of progress where there is no terminal
-
-Say = Callable[[str], None]
+RECIPE = 2  # counts up when the same documents and settings come to give other tokens
+TRAINED = ("bpe", "unigram")  # values of data.tokenizer that are no file
 
 
 def prepare(config: DataConfig, force: bool = False, say: Say = print) -> Path:
     """Makes `<root>/<name>` hold the corpus that `config` describes, and returns that folder.
 
-    What is already prepared from the same files with the same settings is kept; what was damaged since is
-    made anew.
+    What is already prepared from the same files with the same settings is kept, what was begun is finished, and what
+    was damaged since is made anew. `force` begins anew.
 
     Raises:
-        ValueError: where the folder holds something else (another corpus only without `force`), or the
-            settings do not fit the documents.
-        OSError: where files cannot be read or written.
+        ValueError: where the folder holds something else (another corpus only without `force`), or the settings do not
+            fit the documents.
+        OSError: where files cannot be read or written; what is finished stays, to go on from.
     """
+    source, imported = _source(config), _imported(config)
     folder = Path(config.root) / config.name
     folder.parent.mkdir(parents=True, exist_ok=True)
-    inputs = _inputs(config)
+    listing = source.listing()
+    inputs = _inputs(config, listing, imported)
     with _only_one(folder, say):
         if folder.exists() and _is_prepared(folder, inputs, force, say):
             return folder
-        say(f"preparing {folder}: data.source={config.source}, data.vocab_size={config.vocab_size}")
+        say(f"preparing {folder}: data.source={config.source}, data.tokenizer={inputs['data.tokenizer']}")
         temporary, old = (folder.with_name(f".{folder.name}.{word}") for word in ("tmp", "old"))
         shutil.rmtree(old, ignore_errors=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        whole = _begin(temporary, inputs, force, say)
         try:
-            _build(config, inputs, temporary, say)
+            if not whole:
+                build(config, source, listing, inputs, imported, temporary, say)
             if folder.exists():
                 folder.rename(old)
             publish(temporary, folder)
-        finally:
+        except ValueError:  # other text or settings are needed, with which nothing of this can go on
             shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        except OSError as error:
+            raise OSError(
+                f"{error}: what is finished stays in {temporary}; run the same command again to go on from there"
+            ) from error
+        finally:
             shutil.rmtree(old, ignore_errors=True)
     _report(folder, say)
     return folder
 
 
-def _inputs(config: DataConfig) -> dict[str, Any]:
-    """Everything that the tokens depend on, as it is compared with what an existing corpus was made from."""
-    inputs = {"data.source": str(config.source), "data.vocab_size": config.vocab_size, "recipe": RECIPE}
+def _source(config: DataConfig) -> documents.Source:
+    if config.source is Source.tokens:
+        raise ValueError("data=tokens is prepared already: nothing to do; data=text or data=packages is prepared")
+    if "://" in config.root:
+        raise ValueError(f"data.root={config.root} is a URL: prepare into a folder here, and copy it there")
+    return Text(config) if config.source is Source.text else Packages(config.validation_names)
+
+
+def _imported(config: DataConfig) -> Tokenizer | None:
+    """The tokenizer that the user gave; None where one is to be trained."""
+    if config.tokenizer not in TRAINED:
+        return load_any(config.tokenizer, config.end_token)
+    if config.end_token is not None:
+        raise ValueError(f"data.end_token={config.end_token} is for a data.tokenizer that is a file: leave it out")
+    return None
+
+
+def _inputs(config: DataConfig, listing: Listing, imported: Tokenizer | None) -> dict[str, Any]:
+    """Everything that the corpus depends on, as it is compared with what an existing one was made from."""
+    inputs: dict[str, Any] = {"data.source": str(config.source), "recipe": RECIPE}
+    if imported is None:
+        inputs |= {"data.tokenizer": config.tokenizer, "data.vocab_size": config.vocab_size}
+    else:
+        inputs["data.tokenizer"] = f"{Path(config.tokenizer).name} {imported.fingerprint}"
+    inputs |= {"data.shard_tokens": parse_length("data.shard_tokens", config.shard_tokens)}
+    inputs |= {"data.origin": config.origin, "data.licence": config.licence}
+    if config.validation_names:
+        inputs["data.validation_names"] = config.validation_names
+    elif config.source is Source.text:
+        inputs["data.validation_fraction"] = config.validation_fraction
     if config.source is Source.text:
-        return inputs | {"data.validation_fraction": config.validation_fraction} | describe_text(config)
-    return inputs | describe_packages()
+        inputs |= {"data.unit": str(config.unit), "data.text_field": config.text_field}
+    return inputs | listing.state
 
 
 def _is_prepared(folder: Path, inputs: dict[str, Any], force: bool, say: Say) -> bool:
     """True where nothing is left to do; False where the corpus there may be replaced."""
     try:
-        found = json.loads((folder / "manifest.json").read_bytes())["inputs"]
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        found = manifest["inputs"]
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(
             f"{folder} exists, but data.prepare did not write it (no manifest.json of a corpus): choose "
@@ -98,60 +135,48 @@ def _is_prepared(folder: Path, inputs: dict[str, Any], force: bool, say: Say) ->
             "data.name to keep both, or replace it with --force (python -m data.prepare --force …)"
         )
     try:
-        shards = _open(folder)
-        load(folder / "tokenizer.model")
-    except DataError as error:
-        say(f"damaged: {error}")
+        sizes = ", ".join(f"{name} {_check(folder / name, manifest):,} tokens" for name in SPLITS)
+        fingerprint = load(folder).fingerprint
+        if fingerprint != manifest["tokenizer"]["fingerprint"]:
+            raise DataError(f"the tokenizer in {folder} is {fingerprint}, not the one that it was prepared with")
+    except (DataError, KeyError, TypeError) as error:
+        say(f"damaged: {error if isinstance(error, DataError) else folder / 'manifest.json'}")
         return False
-    sizes = ", ".join(f"{name} {shard.num_tokens:,} tokens" for name, shard in shards.items())
     say(f"{folder} is already prepared ({sizes}): nothing to do; --force prepares it again")
     return True
 
 
-def _build(config: DataConfig, inputs: dict[str, Any], folder: Path, say: Say) -> None:
-    corpus = text_documents(config) if config.source is Source.text else package_documents()
-    for note in corpus.notes:
-        say(note)
-    began = time.perf_counter()
-    model = train(_sample(corpus), config.vocab_size)
-    (folder / "tokenizer.model").write_bytes(model)
-    tokenizer = Tokenizer(model)
-    say(f"tokenizer: {tokenizer.vocab_size} pieces trained in {time.perf_counter() - began:.1f} s")
-    with contextlib.ExitStack() as stack:
-        writers = {
-            split: stack.enter_context(ShardWriter(folder / split, tokenizer.vocab_size, tokenizer.fingerprint))
-            for split in (TRAIN, VALIDATION)
-        }
-        advance = stack.enter_context(_progress("tokenizing", corpus.num_chars, say))
-        for document in corpus.documents():
-            _write(document, tokenizer, writers[document.split], advance)
-    write_json(
-        folder / "manifest.json",
-        {"inputs": inputs, "notes": corpus.notes, "tokenizer": tokenizer.fingerprint},
-    )
+def _check(split: Path, manifest: dict[str, Any]) -> int:
+    """The number of tokens of a split all of whose shards are there and whole."""
+    tokens = open_tokens(split)
+    tokens.close()
+    if tokens.num_tokens != manifest["splits"][split.name]["num_tokens"]:
+        raise DataError(f"{split} has {tokens.num_tokens} tokens, {split.parent / 'manifest.json'} says otherwise")
+    return tokens.num_tokens
 
 
-def _sample(corpus: Corpus) -> Iterator[str]:
-    """Portions of the training documents, evenly spread over all of them."""
-    share = min(1.0, SAMPLE_TOTAL_CHARS / max(1, corpus.num_train_chars))
-    due = 1.0  # the first portion is in
-    for document in corpus.documents():
-        if document.split == TRAIN:
-            for cut in cuts(document.pieces(), SAMPLE_CHARS):
-                if cut and due >= 1.0:
-                    due -= 1.0
-                    yield cut
-                due += share if cut else 0.0
+def _begin(temporary: Path, inputs: dict[str, Any], force: bool, say: Say) -> bool:
+    """Leaves what was begun from the same inputs, or else an empty folder; says whether that is whole already."""
+    begun, manifest = temporary / BEGUN, temporary / "manifest.json"
+    if not force:
+        found, whole = _read(begun), False
+        if found is None:  # removed last; the corpus lacks its name only
+            found, whole = (_read(manifest) or {}).get("inputs"), True
+        if found == inputs:
+            say(f"going on from what an earlier run left in {temporary}")
+            return whole
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    put(begun, inputs)
+    return False
 
 
-def _write(document: Document, tokenizer: Tokenizer, writer: ShardWriter, advance: Callable[[int], None]) -> None:
-    num_bytes = 0
-    for ids, num_chars in tokenizer.encode_pieces(document.pieces()):
-        writer.write(ids)
-        num_bytes += int(tokenizer.piece_bytes[ids].sum())
-        advance(num_chars)
-    writer.write(np.array([tokenizer.eos_id]))
-    writer.end_document(document.name, num_bytes, **document.facts)
+def _read(path: Path) -> Any:
+    """The value of a JSON file; None where there is none."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None
 
 
 @contextlib.contextmanager
@@ -166,37 +191,31 @@ def _only_one(folder: Path, say: Say) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _progress(what: str, total: int, say: Say) -> Iterator[Callable[[int], None]]:
-    """A bar where standard error is a terminal, else lines; yields the function that advances it."""
-    terminal, done, told = sys.stderr.isatty(), 0, time.monotonic()
-
-    def advance(count: int) -> None:
-        nonlocal done, told
-        done += count
-        bar.update(count)
-        if not terminal and time.monotonic() - told >= LINE_SECONDS:
-            told = time.monotonic()
-            say(f"{what}: {done / 1e6:.1f} of {total / 1e6:.1f} million characters")
-
-    with tqdm(total=total, desc=what, unit="char", unit_scale=True, disable=not terminal) as bar:
-        yield advance
-
-
-def _open(folder: Path) -> dict[str, Shard]:
-    return {split: open_shard(folder / split) for split in (TRAIN, VALIDATION)}
-
-
 def _report(folder: Path, say: Say) -> None:
-    for split, shard in _open(folder).items():
-        longest = heapq.nlargest(5, ((entry["tokens"], entry["name"]) for entry in shard.documents()))
+    manifest = json.loads((folder / "manifest.json").read_bytes())
+    for split, facts in manifest["splits"].items():
+        longest = _longest([folder / split / shard["name"] for shard in facts["shards"]], 5)
         names = ", ".join(f"{name} {tokens:,}" for tokens, name in longest)
-        more = ", …" if shard.num_documents > len(longest) else ""
-        plural = "" if shard.num_documents == 1 else "s"
+        more = ", …" if facts["num_documents"] > len(longest) else ""
+        plural = "" if facts["num_documents"] == 1 else "s"
+        shards = f" in {len(facts['shards'])} shards" if len(facts["shards"]) > 1 else ""
         say(
-            f"{folder / split}: {shard.num_documents} document{plural}, {shard.num_tokens:,} tokens, "
-            f"{shard.num_bytes / shard.num_tokens:.2f} bytes a token ({names}{more})"
+            f"{folder / split}: {facts['num_documents']:,} document{plural}{shards}, {facts['num_tokens']:,} tokens, "
+            f"{facts['num_bytes'] / facts['num_tokens']:.2f} bytes a token ({names}{more})"
         )
+
+
+def _longest(shards: list[Path], number: int) -> list[tuple[int, str]]:
+    """Tokens and names of the longest documents."""
+    candidates = list[tuple[int, int, int]]()
+    for index, shard in enumerate(shards):
+        lengths = np.diff(np.load(shard / "documents.npy", mmap_mode="r"))
+        candidates += [(int(lengths[at]), index, int(at)) for at in np.argsort(-lengths, kind="stable")[:number]]
+    found = []
+    for tokens, index, at in heapq.nsmallest(number, candidates, key=lambda one: (-one[0], one[1:])):
+        with open(shards[index] / "documents.jsonl", "rb") as lines:
+            found.append((tokens, json.loads(next(itertools.islice(lines, at, None)))["name"]))
+    return found
 
 
 class _Parser(argparse.ArgumentParser):
@@ -212,12 +231,21 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="""overrides that matter here (all of train.py's are understood):
   data=packages                   the Python packages of this machine (default)
-  data=text data.path=PATH        a text file, a .jsonl file of {"text": …}, or a folder of them
+  data=text data.path=PATH        a text file, records (.jsonl, .jsonl.gz, .jsonl.zst, .parquet), or a folder of them
+  data.unit=folder                each folder in data.path is one document, such as a repository, with all its files
+  data.text_field=text            where records have their text
   data.name=NAME                  of the folder below data.root=corpora
-  data.vocab_size=8192            pieces of the tokenizer; the model's model.vocab_size must be the same
-  data.validation_fraction=0.05   data=text: share of the documents that is held out
+  data.tokenizer=bpe              or unigram: trained; or a file: SentencePiece's .model, Hugging Face's tokenizer.json
+  data.vocab_size=8192            pieces of a tokenizer that is trained; model.vocab_size must be the same
+  data.validation_fraction=0.05   share of the documents that is held out, by a hash of their text
+  data.validation_names=A*,B      instead: patterns of the names that are held out
+  data.origin=… data.licence=…    for the manifest
+  data.shard_tokens=1G            after which the next document opens another shard
+  data.workers=0                  processes; 0 = one for each CPU. The corpus is the same whatever their number
 
-exit codes: 0 prepared, 3 a setting or a document is refused, 74 files could not be read or written
+Documents with equal text come in once. Stopped at any moment, the same command goes on from there.
+
+exit codes: 0 prepared, 3 a setting or a document is refused, 74 files could not be read or written, 130 interrupted
 
 examples:
   python -m data.prepare
@@ -233,6 +261,8 @@ examples:
 
 def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code; errors are one line on standard error."""
+    from conf.compose import compose  # not at the top: processes that encode import this file, and need no Hydra
+
     try:
         options = _parser().parse_intermixed_args(arguments)
         prepare(compose(options.overrides).data, force=options.force, say=lambda line: print(line, flush=True))
@@ -240,7 +270,7 @@ def main(arguments: list[str]) -> int:
         print(f"data.prepare: {' '.join(str(error).split())}", file=sys.stderr)
         return 3 if isinstance(error, ValueError) else 74
     except KeyboardInterrupt:
-        print("data.prepare: interrupted; nothing was left under the corpus's name", file=sys.stderr)
+        print("data.prepare: stopped; the same command goes on from here", file=sys.stderr)
         return 130
     return 0
 

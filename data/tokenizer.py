@@ -1,42 +1,35 @@
-"""The tokenizer: SentencePiece BPE over raw text, without loss, for documents of any length.
+"""The tokenizer of a corpus: trained on its documents, or a file that was trained elsewhere.
 
-Text is cut just before a newline, where no piece can reach across (a newline is a symbol of its own, at the
-start of every piece that has one), so encoding cut by cut gives the very ids that encoding the whole document
-gives, six times faster and in constant memory. What SentencePiece cannot carry (U+2581, its own sign for a
-space; NUL; bytes that are no UTF-8) is written as byte pieces by hand. The ids of control pieces never come
-from text.
+Ours is trained so that nothing is lost, and a newline is a symbol of its own, at the start of every piece that
+has one: text may then be cut before any newline (cuts.py), encodes six times faster than in one piece, and in
+constant memory.
 """
 
-import hashlib
 import io
-import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import numpy as np
 import sentencepiece
 
 from data.format import DataError
+from data.sentence_piece import FILE, RAW, SPACE, SentencePiece, with_end
+from data.vocabulary import Batch, Pieces, Tokenizer
 
-CUT_CHARS = 1_000  # a cut comes before the first newline after this many characters: the fastest measured
-LONGEST_CUT = 65_536  # … or here, where a line goes on and on: still lossless, though a piece may end at the cut
-BATCH_CHARS = 4 << 20  # characters encoded by one call, on all threads
-THREADED_CUTS = 64  # with fewer cuts, starting threads costs more than it saves
+__all__ = ["Batch", "Tokenizer", "cuts", "load", "load_any", "train"]
+
 SAMPLE_CHARS = 4_096  # sentences of the trainer, which drops longer ones than it is told to expect
-FILE = "<|file|>"  # before each file of a document made of files
+SAMPLE_TOTAL_CHARS = {"bpe": 32 << 20, "unigram": 12 << 20}  # of training documents; the latter takes 4 x as long
+LONGEST_SENTENCE = 65_536  # characters, where a line goes on and on
 INDENTS = (4, 8, 12, 16, 20, 24)
-SPACE = "\u2581"
-_RAW = re.compile("[\u2581\x00\ud800-\udfff]")
-
-Pieces = Iterable[str | None]  # text in any portions; None starts a file
 
 
-def train(sample: Iterable[str], vocab_size: int) -> bytes:
-    """Trains a tokenizer of exactly `vocab_size` pieces and returns its model file.
+def train(sample: Iterable[str], vocab_size: int, kind: str = "bpe") -> Tokenizer:
+    """Trains a tokenizer of exactly `vocab_size` pieces.
 
     Args:
         sample: text in portions of at most a megabyte, best cut before a newline.
+        kind: bpe or unigram.
 
     Raises:
         ValueError: where the text supports fewer pieces, or its characters need more; names the nearest legal
@@ -45,9 +38,9 @@ def train(sample: Iterable[str], vocab_size: int) -> bytes:
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=(_RAW.sub(" ", text) for text in sample),
+            sentence_iterator=(RAW.sub(" ", text) for text in sample),
             model_writer=model,
-            model_type="bpe",
+            model_type=kind,
             vocab_size=vocab_size,
             byte_fallback=True,
             character_coverage=0.9999,
@@ -69,7 +62,7 @@ def train(sample: Iterable[str], vocab_size: int) -> bytes:
         )
     except RuntimeError as error:
         raise _size_error(vocab_size, str(error)) from None
-    return model.getvalue()
+    return SentencePiece(model.getvalue())
 
 
 def _size_error(vocab_size: int, message: str) -> Exception:
@@ -88,118 +81,75 @@ def _size_error(vocab_size: int, message: str) -> Exception:
     return RuntimeError(f"SentencePiece failed to train data.vocab_size={vocab_size}: {message}")
 
 
-class Tokenizer:
-    """Text to ids and back.
-
-    Attributes:
-        vocab_size: V; `eos_id` ends a document, `file_id` starts a file inside one.
-        piece_bytes: int64 [V], bytes of text that each id stands for; 0 for control pieces.
-        fingerprint: names the pieces in their order; a hash of the file would name its settings too.
-    """
-
-    def __init__(self, model: bytes) -> None:
-        self._processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-        self.vocab_size: int = self._processor.vocab_size()
-        self.eos_id: int = self._processor.eos_id()
-        self.file_id: int = self._processor.piece_to_id(FILE)
-        self._bytes, self._byte_ids = [b""] * self.vocab_size, np.zeros(256, dtype=np.int32)
-        names = hashlib.sha256()
-        for index in range(self.vocab_size):
-            piece = self._processor.id_to_piece(index)
-            names.update(
-                f"{piece}\x00{self._processor.is_control(index):d}{self._processor.is_byte(index):d}\x00".encode()
-            )
-            if self._processor.is_byte(index):
-                value = int(piece[3:5], 16)  # "<0x1F>"
-                self._bytes[index], self._byte_ids[value] = bytes([value]), index
-            elif not (self._processor.is_control(index) or self._processor.is_unknown(index)):
-                self._bytes[index] = piece.replace(SPACE, " ").encode()
-        self.piece_bytes = np.array([len(text) for text in self._bytes], dtype=np.int64)
-        self.fingerprint = names.hexdigest()[:16]
-
-    def encode(self, text: str | bytes) -> np.ndarray:
-        """Ids int32 [n] of one text; no end token. Bytes may be anything, UTF-8 or not."""
-        if isinstance(text, bytes):
-            text = text.decode("utf-8", "surrogateescape")
-        parts = [ids for ids, _ in self.encode_pieces([text])]
-        return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
-
-    def encode_pieces(self, pieces: Pieces) -> Iterator[tuple[np.ndarray, int]]:
-        """Ids int32 [n] of one document, batch by batch, each with its number of characters; no end token.
-
-        The ids do not depend on how the text is portioned. Memory is that of one batch and one portion.
-        """
-        batch: list[str | None] = []
-        size = 0
-        for cut in cuts(pieces):
-            batch.append(cut)
-            size += len(cut or "")
-            if size >= BATCH_CHARS:
-                yield self._encode_batch(batch), size
-                batch, size = [], 0
-        if batch:
-            yield self._encode_batch(batch), size
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """The text; bytes that are no UTF-8 come as surrogates, as errors="surrogateescape" gives them."""
-        return self.decode_bytes(ids).decode("utf-8", "surrogateescape")
-
-    def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """The very bytes that were encoded. Control pieces stand for none."""
-        return b"".join([self._bytes[index] for index in ids])
-
-    def _encode_batch(self, batch: list[str | None]) -> np.ndarray:
-        texts: list[str] = []
-        slots: list[np.ndarray | int] = []  # in order: ids already known, or the index of a text
-        for cut in batch:
-            if cut is None:
-                slots.append(np.array([self.file_id], dtype=np.int32))
-            elif (cut.isascii() and "\x00" not in cut) or not _RAW.search(cut):
-                slots.append(len(texts))
-                texts.append(cut)
-            else:
-                self._split_raw(cut, texts, slots)
-        threads = num_cpus() if len(texts) >= THREADED_CUTS else 1
-        encoded = self._processor.encode(texts, num_threads=threads, return_type="numpy") if texts else []
-        return np.concatenate([encoded[slot] if isinstance(slot, int) else slot for slot in slots])
-
-    def _split_raw(self, text: str, texts: list[str], slots: list[np.ndarray | int]) -> None:
-        start = 0
-        for match in _RAW.finditer(text):
-            if match.start() > start:
-                slots.append(len(texts))
-                texts.append(text[start : match.start()])
-            char = match[0]
-            # U+DC80 … U+DCFF stand for single bytes; the other surrogates, which JSON can write, for three.
-            raw = char.encode("utf-8", "surrogateescape" if "\udc80" <= char <= "\udcff" else "surrogatepass")
-            slots.append(self._byte_ids[list(raw)])
-            start = match.end()
-        if start < len(text):
-            slots.append(len(texts))
-            texts.append(text[start:])
-
-
 def load(path: Path | str) -> Tokenizer:
-    """The tokenizer of a prepared corpus, `corpora/<name>/tokenizer.model`.
+    """The tokenizer of a prepared corpus: its folder, or the tokenizer.model or tokenizer.json there.
 
     Raises:
-        DataError: where the file is missing or is no SentencePiece model.
+        DataError: where the file is missing or damaged.
     """
+    path = Path(path)
     try:
-        return Tokenizer(Path(path).read_bytes())
+        found = _file(path)
+        return _open(found.read_bytes())
     except FileNotFoundError:
         raise DataError(f"{path} is missing: run `python -m data.prepare` with this run's data settings") from None
-    except RuntimeError as error:
-        raise DataError(
-            f"{path} is not a SentencePiece model ({error}): run `python -m data.prepare --force`"
+    except ImportError as error:
+        raise DataError(f"{found} needs {error.name}: run `pip install {error.name}`") from None
+    except (RuntimeError, ValueError) as error:
+        raise DataError(f"{found} is no tokenizer ({error}): run `python -m data.prepare --force`") from None
+
+
+def load_any(path: Path | str, end_token: str | None = None) -> Tokenizer:
+    """A tokenizer that was trained elsewhere: a SentencePiece model, or the tokenizer.json of Hugging Face.
+
+    Args:
+        path: the file, or a folder with a tokenizer.model or else a tokenizer.json.
+        end_token: ends documents; None: the one that the file names, or one of the usual names.
+
+    Raises:
+        ValueError: where there is no such file, it cannot be used, or has no such token.
+    """
+    path = Path(path)
+    try:
+        found = _file(path)
+        model = found.read_bytes()
+    except OSError as error:
+        raise ValueError(
+            f"data.tokenizer={path} cannot be read ({error.strerror}): give bpe, unigram, a SentencePiece "
+            "model, or a tokenizer.json"
         ) from None
+    try:
+        return _open(model, end_token)
+    except RuntimeError as error:
+        raise ValueError(
+            f"data.tokenizer={found} is not a SentencePiece model or tokenizer.json ({error}): give one of "
+            "these, or bpe or unigram"
+        ) from None
+    except ImportError as error:
+        raise ValueError(f"data.tokenizer={found} needs {error.name}: run `pip install {error.name}`") from None
+    except ValueError as error:
+        raise ValueError(f"data.tokenizer={found} {error}") from None
 
 
-def cuts(pieces: Pieces, size: int = CUT_CHARS) -> Iterator[str | None]:
-    """The same text, cut before the first newline after `size` characters; the None that starts a file stays.
+def _file(path: Path) -> Path:
+    if not path.is_dir():
+        return path
+    model = path / SentencePiece.file_name
+    return model if model.exists() or not (other := path / "tokenizer.json").exists() else other
 
-    A stretch without newline is cut after LONGEST_CUT characters. The cuts do not depend on the portions
-    given.
+
+def _open(model: bytes, end_token: str | None = None) -> Tokenizer:
+    if model[:64].lstrip().startswith(b"{"):
+        from data.imported import HuggingFace, with_end_token  # needs an extra that few have
+
+        return HuggingFace(with_end_token(model, end_token))
+    return SentencePiece(with_end(model, end_token))
+
+
+def cuts(pieces: Pieces, size: int) -> Iterator[str | None]:
+    """Sentences to train on: cut before the first newline after `size` characters, or after LONGEST_SENTENCE.
+
+    The None that starts a file stays. The cuts do not depend on the portions given.
     """
     rest = ""
     for piece in pieces:
@@ -211,18 +161,13 @@ def cuts(pieces: Pieces, size: int = CUT_CHARS) -> Iterator[str | None]:
             continue
         rest, start = rest + piece, 0
         while True:
-            cut = rest.find("\n", start + size, start + LONGEST_CUT)
+            cut = rest.find("\n", start + size, start + LONGEST_SENTENCE)
             if cut < 0:
-                if len(rest) - start < LONGEST_CUT:
+                if len(rest) - start < LONGEST_SENTENCE:
                     break
-                cut = start + LONGEST_CUT
+                cut = start + LONGEST_SENTENCE
             yield rest[start:cut]
             start = cut
         rest = rest[start:]
     if rest:
         yield rest
-
-
-def num_cpus() -> int:
-    """CPUs that this process may use, which on a shared node are fewer than the machine has."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

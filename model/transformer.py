@@ -93,12 +93,17 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig, attend: Attend, blocks: Blocks):
         super().__init__()
         self.config = config
+        self.rope_theta = config.rope_theta
         self.embed_tokens = Embedding(config.padded_vocab_size, config.model_dim)
         self.layers = nn.ModuleList(Block(config, kind, attend, blocks.ffn) for kind in config.attention_kinds())
         self.norm = RMSNorm(config.model_dim, eps=config.norm_eps)
         self.lm_head = Head(config, blocks.loss)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
+
+    def use_rope(self, theta: float) -> None:
+        """Turns by another base from now on: what changes where training goes on with longer sequences."""
+        self.rope_theta = theta
 
     def forward(
         self, tokens: Tensor, positions: Tensor, plan: Mapping[str, Tensor], labels: Tensor | None = None
@@ -109,7 +114,7 @@ class Transformer(nn.Module):
         """
         x = self.embed_tokens(tokens)
         wide = accumulation_dtype(x.dtype)
-        angles = rope_angles(positions, self.config.head_dim, self.config.rope_theta, wide)
+        angles = rope_angles(positions, self.config.head_dim, self.rope_theta, wide)
         for layer in self.layers:
             x = layer(x, angles, plan)
         hidden = self.norm(x)

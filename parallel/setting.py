@@ -15,7 +15,7 @@ from model.kernels.capability import INDEXED
 from model.mask import Mask
 from parallel import layout, schedule
 from parallel.choose import Choice, Rates, Shape, choose
-from parallel.layout import Layout
+from parallel.layout import Chunk, Layout
 from parallel.route import Route
 from parallel.wire import Network
 
@@ -79,6 +79,12 @@ class Setting:
             choices[kind] = self._choose(documents, other, choice.layout_name, choice.layout)
         self._tell(choice)
         return choices
+
+    def chunks(self, choices: dict[str, Choice], ring_rank: int, ulysses_rank: int) -> list[tuple[Chunk, ...]]:
+        """Of each sequence the indices that a rank of the sequence axis holds: its part of what its ring rank has."""
+        mine = ulysses_rank * self.local_length, (ulysses_rank + 1) * self.local_length
+        held_in_common = next(iter(choices.values())).layout.chunks(ring_rank)
+        return [layout.split(held, *mine) for held in held_in_common]
 
     def plans(
         self, documents: Sequence[Sequence[int]], ring_rank: int, choices: dict[str, Choice] | None = None

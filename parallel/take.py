@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from conf.schema import Degrees, TrainConfig
-from parallel import layout, ring
+from parallel import ring
 from parallel.layout import Chunk
 from parallel.mesh import Mesh
 from parallel.route import Route
@@ -52,10 +52,7 @@ class Take:
     def _of(self, documents: Documents) -> tuple[list[tuple[Chunk, ...]], Mapping[str, torch.Tensor]]:
         choices = self.setting.choose(documents)
         plans = self.setting.plans(documents, self.ring.rank, choices)
-        share = self.setting.local_length
-        mine = self.ulysses.rank * share, (self.ulysses.rank + 1) * share
-        held_in_common = next(iter(choices.values())).layout.chunks(self.ring.rank)
-        chunks = [layout.split(held, *mine) for held in held_in_common]
+        chunks = self.setting.chunks(choices, self.ring.rank, self.ulysses.rank)
         # Not a dict: FSDP moves tensors in a dict to the GPU, and a plan is read on the host.
         return chunks, MappingProxyType({kind: torch.from_numpy(plan) for kind, plan in plans.items()})
 

@@ -34,7 +34,12 @@ class Progress:
 
     step: int = 0
     tokens: int = 0
-    sequences: int = 0
+    stage: int = 0
+    sample: int = 0  # sequences of this stage that are done
+
+    def entering(self, stage: int) -> "Progress":
+        """The same place, as the beginning of `stage` where that is another one."""
+        return self if stage == self.stage else Progress(self.step, self.tokens, stage)
 
 
 @dataclass(frozen=True)
@@ -131,13 +136,16 @@ def train(
     optimizer: torch.optim.Optimizer,
     stream: TokenStream,
     loader: Loader,
-    validate: Callable[[], float],
+    validate: Callable[[Transformer, torch.device], dict[str, float]],
     checkpoints: Checkpoints,
     metrics: MetricsLog,
     peak_flops: float,
     device: torch.device,
 ) -> Progress:
-    """Runs from `progress` to `train.steps`. Collective over all ranks; `loader` starts at the same place on each."""
+    """Takes all steps of `loader`, from `progress` on; the last of the run is `train.steps`. Collective over all ranks.
+
+    `config` is that of the stage; `validate` gives what a line of metrics says of held-out documents.
+    """
     steps, waited = config.train.steps, loader.wait_seconds
     exchange_clock.read_and_reset()
     grown, begin = num_grown(mesh.ring.name), time.perf_counter()
@@ -146,12 +154,13 @@ def train(
         result = train_step(model, optimizer, batches, mesh, config, rate, device)
         sequences = len(batches) * mesh.data.size * config.train.micro_batch_size
         tokens = sequences * int(config.data.sequence_length)
-        progress = Progress(progress.step + 1, progress.tokens + tokens, progress.sequences + sequences)
+        progress = Progress(progress.step + 1, progress.tokens + tokens, progress.stage, progress.sample + sequences)
         seconds = time.perf_counter() - begin
         peak = seconds * peak_flops * mesh.world.size
         row: dict[str, Any] = {
             "step": progress.step,
             "tokens": progress.tokens,
+            "sequence_length": int(config.data.sequence_length),
             "loss": result.loss,
             "learning_rate": rate,
             "gradient_norm": result.gradient_norm,
@@ -165,13 +174,13 @@ def train(
         }
         last = progress.step == steps
         if _due(config.validation.every, progress.step, last):
-            row["validation_loss"] = validate()
+            row |= validate(model, device)
         metrics.log(row)
         if num_grown(mesh.ring.name) > grown:
             grown = num_grown(mesh.ring.name)
             metrics.say("ring     its buffers grew: these documents need more than sequences of one document each")
         if _due(config.checkpoint.every, progress.step, last):
-            state = dataclasses.asdict(progress) | {"cursor": stream.cursor(progress.sequences)}
+            state = dataclasses.asdict(progress) | {"cursor": stream.cursor(progress.stage, progress.sample)}
             checkpoints.save(progress.step, model, optimizer, state)
         exchange_clock.read_and_reset()
         begin, waited = time.perf_counter(), loader.wait_seconds

@@ -1,11 +1,12 @@
 """The loss on held-out documents: every token counted once, whatever the number of ranks or the batch."""
 
+from collections.abc import Sequence
+
 import torch
 
 from conf.schema import TrainConfig
-from data.format import Shard
 from data.loader import Loader, Take
-from data.stream import TokenStream
+from data.stream import Sequences, Source
 from model.transformer import Transformer
 from parallel.collectives import all_total
 from parallel.mesh import Mesh
@@ -13,47 +14,64 @@ from parallel.ring import require_same_plan
 
 
 class _FirstSequences:
-    """A stream that ends after `count` sequences: what a batch asks for beyond them has no documents."""
+    """Sequences that end after `count`: what a batch asks for beyond them has no documents."""
 
-    def __init__(self, stream: TokenStream, count: int):
-        self._stream, self._count = stream, count
+    def __init__(self, sequences: Sequences, count: int):
+        self._sequences, self.num_sequences = sequences, count
+        self.sequence_length = sequences.sequence_length
 
     def documents(self, n: int) -> tuple[int, ...]:
-        return self._stream.documents(n) if n < self._count else ()
+        return self._sequences.documents(n) if n < self.num_sequences else ()
 
     def labelled(self, n: int, start: int, stop: int):
-        return self._stream.labelled(n, start, stop)
+        return self._sequences.labelled(n, start, stop)
 
 
 class Validation:
     """Held-out sequences in their own order; the same ones each time, apart from the training stream.
 
     Args:
-        shard: held-out documents.
+        held_out: of each source its sequences; as many of each as `validation.sequences` says.
         take: as the training loader's.
     """
 
-    def __init__(self, shard: Shard, take: Take, config: TrainConfig, mesh: Mesh):
-        self._stream = TokenStream(shard, int(config.data.sequence_length), shuffle=False, epochs=1)
+    def __init__(
+        self, held_out: Sequence[tuple[Source, Sequences]], take: Take, config: TrainConfig, mesh: Mesh
+    ) -> None:
         self._take, self._mesh, self._micro_batch_size = take, mesh, config.train.micro_batch_size
-        available = self._stream.num_sequences
-        self.num_sequences = min(available, config.validation.sequences or available)
+        self._held_out = []
+        for source, sequences in held_out:
+            available = sequences.num_sequences
+            assert available, f"no sequences held out of {source.name}"
+            count = min(available, config.validation.sequences or available)
+            self._held_out.append((source, _FirstSequences(sequences, count)))
+
+    def __call__(self, model: Transformer, device: torch.device) -> dict[str, float]:
+        """`validation_loss`: the mean loss of a held-out token, sources weighted by their shares of what is trained on;
+        of several sources, each one's own as `validation_loss/NAME`. Collective over all ranks.
+        """
+        model.eval()  # cross-entropy alone, without model.z_loss
+        losses = {source.name: self._loss(sequences, model, device) for source, sequences in self._held_out}
+        model.train()
+        model.reshard()  # no backward follows that would: weights must not stay gathered over an optimizer step
+        mean = sum(float(source.share) * losses[source.name] for source, _ in self._held_out)
+        each = {f"validation_loss/{name}": loss for name, loss in losses.items()} if len(losses) > 1 else {}
+        return {"validation_loss": mean} | each
 
     @torch.no_grad()
-    def __call__(self, model: Transformer, device: torch.device) -> float:
-        """Mean loss per held-out token, summed in float64. Collective over all ranks."""
+    def _loss(self, sequences: _FirstSequences, model: Transformer, device: torch.device) -> float:
+        """The mean over one source's held-out tokens, summed in float64."""
         total = torch.zeros(2, dtype=torch.float64, device=device)
-        sequences = self._micro_batch_size * self._mesh.data.size
-        model.eval()  # cross-entropy alone, without model.z_loss
+        at_once = self._micro_batch_size * self._mesh.data.size
         with Loader(
-            _FirstSequences(self._stream, self.num_sequences),
+            sequences,
             self._take,
             micro_batch_size=self._micro_batch_size,
             accumulation=1,
             data_rank=self._mesh.data.rank,
             data_size=self._mesh.data.size,
             first_sequence=0,
-            num_steps=-(-self.num_sequences // sequences),
+            num_steps=-(-sequences.num_sequences // at_once),
         ) as loader:
             for (batch,) in loader:
                 for axis in (self._mesh.sequence, self._mesh.tensor):
@@ -62,6 +80,4 @@ class Validation:
                 total[0] += model(local.tokens, local.positions, local.plan, local.labels).double()
                 total[1] += batch.valid_tokens
         loss, tokens = all_total(total, self._mesh.gradient.group).tolist()
-        model.train()
-        model.reshard()  # no backward follows that would: weights must not stay gathered over an optimizer step
         return loss / tokens if tokens else 0.0

@@ -5,6 +5,7 @@ other (data, sequence, tensor) and layout is compared with the one-process run.
 """
 
 import itertools
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from conf.compose import compose
 from conf.schema import TrainConfig, resolve
 from data.format import open_shard
 from data.loader import Loader
-from data.stream import TokenStream
+from data.stream import Sequences, Source, Stage, TokenStream
 from parallel.apply import attend_over, build_model
 from parallel.mesh import build_mesh
 from parallel.take import Take
@@ -90,6 +91,11 @@ def divisions(ranks: int) -> list[tuple[int, int, int, str, str, int]]:
     return cases
 
 
+def stream_of(folder: Path) -> Sequences:
+    source = Source("documents", open_shard(folder), Fraction(1))
+    return TokenStream([source], [Stage(LENGTH, None)], seed=3).stage(0)
+
+
 def train_on(folder: Path, config: TrainConfig, ranks: int):
     """Losses and norms of each step, and the final weights, as this rank sees them."""
     degrees = resolve(config, ranks)
@@ -97,7 +103,7 @@ def train_on(folder: Path, config: TrainConfig, ranks: int):
     model = build_model(config, mesh, attend_over(mesh, "sdpa"), torch.device("cpu"))
     optimizer = build_optimizer(model, config.optimizer)
     loader = Loader(
-        TokenStream(open_shard(folder), LENGTH, seed=3),
+        stream_of(folder),
         Take(config, mesh),
         micro_batch_size=config.train.micro_batch_size,
         accumulation=degrees.accumulation,
@@ -105,6 +111,7 @@ def train_on(folder: Path, config: TrainConfig, ranks: int):
         data_size=mesh.data.size,
         first_sequence=0,
         num_steps=STEPS,
+        cost=lambda documents: float(sum(length**2 for length in documents)),
     )
     losses, norms = [], []
     for step, batches in enumerate(loader, start=1):
@@ -165,7 +172,7 @@ def assert_same(got, expected) -> None:
 def test_one_process_equals_dense_truth(variant, folder, alone, first_weights):
     """Five steps of a dense model, plain cross-entropy and AdamW written from its formula (C036, C040, C045)."""
     config = settings(variant)
-    stream = TokenStream(open_shard(folder), LENGTH, seed=3)
+    stream = stream_of(folder)
     w = {name: torch.from_numpy(value).clone().requires_grad_() for name, value in first_weights[variant].items()}
     losses, norms, state = [], [], {}
     for step in range(1, STEPS + 1):

@@ -37,15 +37,24 @@ TINY = [
 ]
 
 
+# Lengths of the documents.
+CORPORA = {
+    "tiny": {"train": [700, 3, 45, 1200, 96, 31], "validation": [150, 80]},
+    "short": {"train": [20, 70, 5, 90, 33, 60, 11, 40, 2, 55, 150], "validation": [30, 60]},
+}
+
+
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory) -> Path:
     """A folder with prepared data under corpora/tiny, in which runs are started."""
     folder = tmp_path_factory.mktemp("workplace")
     generator = torch.Generator().manual_seed(1)
-    for part, lengths in {"train": [700, 3, 45, 1200, 96, 31], "validation": [150, 80]}.items():
-        documents = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
-        (folder / "corpora" / "tiny").mkdir(parents=True, exist_ok=True)
-        write_documents(folder / "corpora" / "tiny", documents, VOCAB).rename(folder / "corpora" / "tiny" / part)
+    for name, sides in CORPORA.items():
+        corpus = folder / "corpora" / name
+        corpus.mkdir(parents=True)
+        for part, lengths in sides.items():
+            documents = [torch.randint(1, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+            write_documents(corpus, documents, VOCAB).rename(corpus / part)
     return folder
 
 
@@ -149,6 +158,63 @@ def test_resumes_on_another_layout(whole, layout):
     assert [row["tokens"] for row in rows] == [row["tokens"] for row in truth]
     for key in ("loss", "gradient_norm"):
         assert [row[key] for row in rows] == pytest.approx([row[key] for row in truth], rel=1e-5), key
+
+
+STAGED = [
+    "data.mixture='tiny:0.75,short:0.25'",
+    "data.long=windows",
+    "data.short=fit",
+    "context=[{tokens:1536,sequence_length:96},{sequence_length:192,rope_theta:2e4}]",
+    "checkpoint.every=2",
+]
+
+
+@pytest.fixture(scope="module")
+def staged(workplace) -> Path:
+    """Eight steps on two corpora, the last four of them on sequences twice as long."""
+    said = succeed(workplace, "run.name=staged", *STAGED)
+    assert "75 % tiny, 2,075 in 6 documents; 25 % short" in said and "stage 1, 4 steps: sequences of 192" in said
+    return workplace
+
+
+def test_stages_and_mixture(staged):
+    rows = metrics(staged, "staged")
+    assert [row["sequence_length"] for row in rows] == [96] * 4 + [192] * 4
+    assert [row["tokens"] for row in rows] == [384 * step for step in range(1, 9)]
+    for row in rows[3::4]:
+        parts = row["validation_loss/tiny"], row["validation_loss/short"]
+        assert row["validation_loss"] == pytest.approx(0.75 * parts[0] + 0.25 * parts[1], rel=1e-12)
+    # The rope of the second stage is another: with a third, what is trained would be.
+    shutil.copytree(checkpoint(staged, "staged", 4), checkpoint(staged, "other_rope", 4))
+    other = ["context=[{tokens:1536,sequence_length:96},{sequence_length:192,rope_theta:100}]"]
+    succeed(staged, "run.name=other_rope", *STAGED, *other)
+    assert column(staged, "other_rope", "gradient_norm") != column(staged, "staged", "gradient_norm")[4:]
+
+
+@pytest.mark.parametrize(
+    ("step", "layout"), [(2, "parallel.sequence=2"), (4, "parallel.data=2"), (6, "parallel.tensor=2")]
+)
+def test_resumes_in_any_stage_on_another_layout(staged, step, layout):
+    """C084: before the change of length, at it, and after it: the same tokens, and losses within rounding."""
+    name = f"{layout.replace('=', '_')}_{step}"
+    shutil.copytree(checkpoint(staged, "staged", step), checkpoint(staged, name, step))
+    succeed(staged, f"run.name={name}", layout, *STAGED)
+    rows, truth = metrics(staged, name), metrics(staged, "staged")[step:]
+    for key in ("step", "tokens", "sequence_length"):
+        assert [row[key] for row in rows] == [row[key] for row in truth], key
+    for key in ("loss", "gradient_norm"):
+        assert [row[key] for row in rows] == pytest.approx([row[key] for row in truth], rel=1e-5), key
+
+
+def test_other_data_is_refused_at_resume(staged):
+    for override, words in {
+        "data.mixture='tiny:0.5,short:0.5'": "data.mixture",
+        "data.short=pack": "data.short=fit",
+        "train.seed=1": "train.seed=0",
+        "context=[{tokens:768,sequence_length:96},{sequence_length:192}]": "'context=[{tokens:1536,sequence_length:96,",
+    }.items():
+        done = start(staged, "run.name=staged", *STAGED, override, "train.steps=12")
+        assert done.returncode == 3 and words in done.stderr, (override, done.stderr)
 
 
 def test_a_complete_run_says_so_and_goes_on_when_asked(whole):

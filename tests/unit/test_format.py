@@ -1,18 +1,22 @@
 """The token shard: what is written is what is read, and nothing damaged is read at all."""
 
+import gc
+import hashlib
 import json
 import os
 import struct
 import subprocess
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data import format as shards
-from data.format import BLOCK_TOKENS, DataError, ShardWriter, check_vocabulary, open_shard
+from data.format import BLOCK_TOKENS, DataError, check_vocabulary, open_shard
+from data.writer import ShardWriter
+from tests.shards import describe_anew, write_documents
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,30 +67,34 @@ def test_an_id_beyond_the_vocabulary_is_our_own_bug(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_offsets_beyond_int32(tmp_path, monkeypatch):
-    """C052: three documents of 1e9 tokens in a sparse file; Megatron's index of each still fits."""
+def test_offsets_beyond_int32(tmp_path):
+    """C052, I09: three documents of 1e9 tokens in a sparse file; no offset wraps, and the last tokens are read."""
     folder = write(tmp_path / "s", [[1]])
-    offsets = np.arange(4, dtype=np.int64) * 1_000_000_000
-    np.save(folder / "documents.npy", offsets)
+    np.save(folder / "documents.npy", np.arange(4, dtype=np.int64) * 1_000_000_000)
     blocks = -(-3_000_000_000 // BLOCK_TOKENS)
     zeros, last = bytes(2 * BLOCK_TOKENS), bytes(2 * (3_000_000_000 - (blocks - 1) * BLOCK_TOKENS))
     crc = np.full(blocks, zlib.crc32(zeros), dtype=np.uint32)
     crc[-1] = zlib.crc32(last)
     np.save(folder / "crc.npy", crc)
     os.truncate(folder / "tokens.bin", 6_000_000_000)
-    manifest = json.loads((folder / "manifest.json").read_text())
-    manifest |= {"num_documents": 3, "num_tokens": 3_000_000_000}
-    for name, facts in manifest["files"].items():
-        facts["bytes"] = (folder / name).stat().st_size
-    (folder / "manifest.json").write_text(json.dumps(manifest))
+    describe_anew(folder, num_documents=3, num_tokens=3_000_000_000)
     shard = open_shard(folder)
     assert shard.offsets.tolist() == [0, 1_000_000_000, 2_000_000_000, 3_000_000_000]
     assert shard.read(2_999_999_990, 3_000_000_000).tolist() == [0] * 10
-    shards._write_megatron_index(folder / "tokens.idx", offsets, np.dtype("<u2"))
-    data = (folder / "tokens.idx").read_bytes()
-    assert struct.unpack_from("<3i3q", data, 34) == (10**9, 10**9, 10**9, 0, 2 * 10**9, 4 * 10**9)
-    shards._write_megatron_index(folder / "none.idx", np.array([0, 1 << 31]), np.dtype("<u2"))
-    assert not (folder / "none.idx").exists()
+
+
+def test_a_million_documents_of_one_token(tmp_path):
+    """I09: their index is an array, and opening them takes no loop over documents."""
+    folder = write(tmp_path / "s", [[1]])
+    np.save(folder / "documents.npy", np.arange(1_000_001, dtype=np.int64))
+    tokens = np.arange(1_000_000) % 1000
+    (folder / "tokens.bin").write_bytes(tokens.astype("<u2").tobytes())
+    parts = [tokens[start : start + BLOCK_TOKENS] for start in range(0, len(tokens), BLOCK_TOKENS)]
+    np.save(folder / "crc.npy", np.array([zlib.crc32(part.astype("<u2").tobytes()) for part in parts], np.uint32))
+    describe_anew(folder, num_documents=1_000_000, num_tokens=1_000_000)
+    shard = open_shard(folder)
+    assert shard.num_documents == 1_000_000 and shard.offsets.dtype == np.int64
+    assert (shard.read(999_000, 1_000_000) == tokens[-1000:]).all()
 
 
 def test_megatron_index(tmp_path):
@@ -122,6 +130,129 @@ def test_missing_parts_are_named(tmp_path, spoil, message):
     spoil(folder)
     with pytest.raises(DataError, match=message):
         open_shard(folder)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_tokens", 5),
+        ("num_documents", 1),
+        ("num_documents", -1),
+        ("vocab_size", "1000"),
+        ("vocab_size", 70_000),
+        ("num_bytes", None),
+        ("tokenizer", 7),
+        ("block_tokens", 4096),
+        ("files", []),
+        ("files", {"tokens.bin": {"bytes": 8, "sha256": "0"}}),
+        ("format", 1),
+    ],
+)
+def test_a_wrong_manifest_is_refused(tmp_path, key, value):
+    """Each number that a manifest says is held against the files, each of its keys is there and of its type."""
+    path = write(tmp_path / "s", [[1, 2], [3, 4]]) / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {key: value}))
+    with pytest.raises(DataError, match=r"s/(manifest\.json|tokens\.bin|documents\.npy).*data\.prepare"):
+        open_shard(path.parent)
+
+
+@pytest.mark.parametrize("name", ["documents.npy", "crc.npy", "digests.npy", "documents.jsonl"])
+def test_a_flipped_byte_is_found_in_each_file(tmp_path, name):
+    folder = write(tmp_path / "s", [[1, 2], [3, 4]])
+    data = bytearray((folder / name).read_bytes())
+    data[12 if name == "documents.jsonl" else -3] ^= 1  # a letter of a name: still JSON
+    (folder / name).write_bytes(data)
+    with pytest.raises(DataError, match=rf"s/{name} is corrupt.*data\.prepare"):
+        shard = open_shard(folder)
+        shard.digests()
+        list(shard.documents())
+
+
+def test_digests_are_those_of_the_text(tmp_path):
+    """Two numbers a document, little-endian, of the 16 bytes that the writer was given."""
+    texts = [b"one", b"two", b"one"]
+    with ShardWriter(tmp_path / "s", 10, "pieces") as writer:
+        for text in texts:
+            writer.write(np.array([1]))
+            writer.end_document("d", len(text), digest=hashlib.blake2b(text, digest_size=16).digest())
+    digests = open_shard(tmp_path / "s").digests()
+    assert digests.shape == (3, 2) and digests.dtype == np.uint64
+    assert [row.astype("<u8").tobytes() for row in digests] == [
+        hashlib.blake2b(text, digest_size=16).digest() for text in texts
+    ]
+
+
+@pytest.mark.parametrize("places", [[(0, 3), (3, 9)], [(5, 70_000), (70_000, 70_001), (70_001, 200_000)]])
+def test_pieces_in_turn_read_no_block_twice(tmp_path, monkeypatch, places):
+    """Whoever reads on from where the last reading ended finds its block, which was read whole for its checksum."""
+    tokens = np.random.default_rng(4).integers(0, 1000, 4 * BLOCK_TOKENS)
+    shard = open_shard(write(tmp_path / "s", [tokens]))
+    read, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda *given: read.append(preadv(*given)) or read[-1])
+    for start, stop in places:
+        assert (shard.read(start, stop) == tokens[start:stop]).all()
+    blocks = -(-places[-1][1] // BLOCK_TOKENS) - places[0][0] // BLOCK_TOKENS
+    assert sum(read) == blocks * BLOCK_TOKENS * 2
+    read.clear()
+    assert (shard.read(100, 200) == tokens[100:200]).all() and sum(read) <= 200  # once checked, no more
+
+
+def test_what_a_reader_changes_is_its_own(tmp_path):
+    """An array that was read is not the one that the next reading gets."""
+    shard = open_shard(write(tmp_path / "s", [[1, 2, 3]]))
+    for _ in range(3):
+        read = shard.read(0, 3)
+        assert read.tolist() == [1, 2, 3]
+        read[:] = 9
+
+
+def test_reading_in_threads(tmp_path):
+    tokens = np.random.default_rng(5).integers(0, 1000, 5 * BLOCK_TOKENS)
+    shard = open_shard(write(tmp_path / "s", [tokens]))
+    ranges = np.sort(np.random.default_rng(6).integers(0, len(tokens) + 1, (400, 2)), axis=1).tolist()
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(lambda place: (shard.read(*place) == tokens[slice(*place)]).all(), ranges))
+
+
+def test_more_shards_than_files_may_be_open(tmp_path, monkeypatch):
+    """A shard holds no file open for itself; those used longest ago are closed, and opened again."""
+    monkeypatch.setattr("data.storage.MOST_OPEN", 2)
+    shards = [open_shard(write_documents(tmp_path, [[n, n + 1]], 10, name=str(n))) for n in range(5)]
+    for _ in range(2):
+        assert [shard.read(0, 2).tolist() for shard in shards] == [[n, n + 1] for n in range(5)]
+    held = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if alive(number)]
+    assert sum(str(tmp_path) in path for path in held) == 2
+    for shard in shards:
+        shard.close()
+    held = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if alive(number)]
+    assert not any(str(tmp_path) in path for path in held)
+    assert shards[3].read(0, 2).tolist() == [3, 4]
+
+
+def test_shards_that_are_let_go_while_others_are_read(tmp_path):
+    """Whatever the garbage collector clears away, at any moment of a reading, holds up no reading."""
+    folders = [write_documents(tmp_path, [[n]], 10, name=str(n)) for n in range(8)]
+
+    def reads(number):
+        for _ in range(60):
+            shard = open_shard(folders[number % 8])
+            shard.itself = shard  # which only the garbage collector finds
+            assert shard.read(0, 1).tolist() == [number % 8]
+        return True
+
+    before, threshold = len(os.listdir("/proc/self/fd")), gc.get_threshold()
+    gc.set_threshold(3)
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(reads, range(16), timeout=60))
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= before + 2
+
+
+def alive(number):
+    return os.path.islink(f"/proc/self/fd/{number}")
 
 
 def test_dtype_of_the_manifest_is_checked(tmp_path):
@@ -168,7 +299,7 @@ def test_a_failed_writer_leaves_nothing(tmp_path):
 def test_a_killed_writer_leaves_nothing_under_the_name(tmp_path):
     """C053: killed halfway, nothing loads; writing again heals."""
     code = (
-        "import numpy as np, os, signal, pathlib, sys\nfrom data.format import ShardWriter\n"
+        "import numpy as np, os, signal, pathlib, sys\nfrom data.writer import ShardWriter\n"
         "w = ShardWriter(pathlib.Path(sys.argv[1]), 10, 'pieces').__enter__()\n"
         "w.write(np.ones(2_000_000, dtype=int)); os.kill(os.getpid(), signal.SIGKILL)\n"
     )

@@ -6,7 +6,7 @@ import torch
 from conf.compose import compose
 from data.format import open_shard
 from data.loader import Loader
-from data.stream import TokenStream
+from data.stream import finite
 from model.blocks import Blocks
 from model.kernels import sdpa
 from model.mask import Mask
@@ -146,7 +146,7 @@ def test_mistakes_around_the_ring_change_the_loss(mutant, layout, tmp_path):
     rng = torch.Generator().manual_seed(0)
     lengths = (25, 1, 45, 51)
     documents = [torch.randint(VOCABULARY, (n,), generator=rng).tolist() for n in lengths]
-    stream = TokenStream(open_shard(write_documents(tmp_path, documents, VOCABULARY)), STREAMED, shuffle=False)
+    stream = finite(open_shard(write_documents(tmp_path, documents, VOCABULARY)), STREAMED)
     want = loss_over(1, layout, stream, BATCH_MUTANTS["none"])
     got = loss_over(4, layout, stream, BATCH_MUTANTS[mutant])
     assert want > 0 and (abs(got - want) <= 1e-12 * want) == (mutant == "none"), (got, want)

@@ -1,60 +1,23 @@
 """Preparing a corpus: what is kept, what is refused, and that nothing half made is ever seen."""
 
 import dataclasses
+import io
 import json
-import os
-import subprocess
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
+import sentencepiece
 
-from conf.schema import DataConfig, Source
-from data import documents, packages, prepare
+from conf.schema import Source
+from data import build, encoding, prepare, vocabulary
+from data.corpus import Corpus
 from data.format import open_shard
-from data.tokenizer import load
-
-ROOT = Path(__file__).parents[2]
-VOCAB = 300
-SENTENCES = "It was the night of rain, then of snow, and a windy morning of winter weather. " * 5
-WEATHER = ("rain", "snow", "wind")
-
-
-def text_config(tmp_path, path, **options):
-    settings = dict(source=Source.text, name="mine", root=str(tmp_path / "corpora"), path=str(path), vocab_size=VOCAB)
-    return DataConfig(**settings | options)
-
-
-def books(folder, number=12):
-    folder.mkdir(parents=True)
-    for n in range(number):
-        text = f"Chapter {n}\n" + "".join(f"It was the {i * n}th night of {WEATHER[i % 3]}.\n" for i in range(60))
-        (folder / f"book{n}.txt").write_text(text)
-    return folder
-
-
-def texts(folder):
-    """Name to text of every document of a prepared corpus, and the split that it is in."""
-    tokenizer, found = load(folder / "tokenizer.model"), {}
-    for split in ("train", "validation"):
-        shard = open_shard(folder / split)
-        assert shard.manifest["tokenizer"] == tokenizer.fingerprint and shard.vocab_size == tokenizer.vocab_size
-        for number, entry in enumerate(shard.documents()):
-            ids = shard.read(int(shard.offsets[number]), int(shard.offsets[number + 1]))
-            assert ids[-1] == tokenizer.eos_id and (ids[:-1] != tokenizer.eos_id).all()
-            found[entry["name"]] = split, tokenizer.decode(ids)
-    return found
-
-
-def run(config, force=False):
-    said = []
-    return prepare.prepare(config, force, said.append), said
-
-
-def snapshot(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+from data.scan import read_all
+from data.shards import open_tokens
+from data.split import settle
+from data.text import Text
+from tests.corpora import FILLER, books, run, snapshot, text_config, texts
 
 
 def test_folder_of_text(tmp_path):
@@ -72,115 +35,6 @@ def test_folder_of_text(tmp_path):
     assert {split for split, _ in found.values()} == {"train", "validation"}
     again, _ = run(text_config(tmp_path, source, name="again"))
     assert snapshot(again) == snapshot(folder)
-
-
-def test_order_of_files_is_that_of_their_names(tmp_path, monkeypatch):
-    """C058: a file system that lists in another order changes nothing."""
-    folder, _ = run(text_config(tmp_path, books(tmp_path / "books")))
-    walk = os.walk
-    monkeypatch.setattr(os, "walk", lambda *a, **k: ((d, s[::-1], f[::-1]) for d, s, f in walk(*a, **k)))
-    again, _ = run(text_config(tmp_path, tmp_path / "books", name="again"))
-    assert snapshot(again) == snapshot(folder)
-    names = [entry["name"] for entry in open_shard(folder / "train").documents()]
-    assert names == sorted(names)
-
-
-def test_held_out_by_name(tmp_path):
-    """Adding documents moves none to the other side, and the share is about the one asked for."""
-    path = tmp_path / "many.jsonl"
-    path.write_text("".join(json.dumps({"text": f"document number {n}"}) + "\n" for n in range(400)))
-    first = texts(run(text_config(tmp_path, path, validation_fraction=0.2))[0])
-    held_out = {name for name, (split, _) in first.items() if split == "validation"}
-    assert 50 < len(held_out) < 110
-    with open(path, "a") as file:
-        file.write(json.dumps({"text": "one more"}) + "\n")
-    second = texts(run(text_config(tmp_path, path, validation_fraction=0.2, name="more"))[0])
-    assert {name for name, (split, _) in second.items() if split == "validation"} - {"many.jsonl:401"} == held_out
-
-
-@pytest.mark.parametrize("fraction", [1e-9, 1 - 1e-9])
-def test_at_least_one_document_on_each_side(tmp_path, fraction):
-    found = texts(run(text_config(tmp_path, books(tmp_path / "books"), validation_fraction=fraction))[0])
-    splits = sorted(split for split, _ in found.values())
-    assert splits == (["train"] * 11 + ["validation"] if fraction < 0.5 else ["train"] + ["validation"] * 11)
-
-
-def test_of_few_documents_one_of_fitting_size_is_held_out(tmp_path):
-    """Not the large one, which is what there is to learn from, nor one too small to measure anything."""
-    sizes = {"a.txt": 200, "b.txt": 4, "c.txt": 10, "d.txt": 60}
-    for name, lines in sizes.items():
-        (tmp_path / name).write_text("".join(f"the {n}th line of {name}\n" for n in range(lines)))
-    folder, said = run(text_config(tmp_path, tmp_path, validation_fraction=0.04))
-    held_out = [name for name, (split, _) in texts(folder).items() if split == "validation"]
-    assert held_out == ["c.txt"]
-    assert any(line.startswith("held out: ") for line in said)
-
-
-def test_one_document_has_its_end_held_out(tmp_path):
-    text = "".join(f"line {n} of a long book\n" for n in range(1000))
-    (tmp_path / "book.txt").write_text(text)
-    folder, said = run(text_config(tmp_path, tmp_path / "book.txt", validation_fraction=0.1))
-    found = texts(folder)
-    assert list(found) == ["book.txt", "book.txt (end)"]
-    assert found["book.txt"][1] + found["book.txt (end)"][1] == text
-    assert found["book.txt (end)"][0] == "validation" and len(found["book.txt (end)"][1]) == round(len(text) * 0.1)
-    assert any("one document only" in line for line in said)
-
-
-BREAKS = ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]
-
-
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-def test_jsonl_records_end_at_newlines_only(tmp_path, end):
-    """C065: Unicode's other line breaks, CRLF, blank lines, a byte-order mark, no last newline."""
-    values = [f"before {mark} after, record {n}" for n, mark in enumerate(BREAKS)]
-    lines = [json.dumps({"text": value}, ensure_ascii=False) for value in values]
-    (tmp_path / "a.jsonl").write_bytes(("\ufeff" + (end + end).join(lines)).encode())
-    found = texts(run(text_config(tmp_path, tmp_path / "a.jsonl"))[0])
-    assert [text for _, text in sorted((int(name.split(":")[1]), text) for name, (_, text) in found.items())] == values
-
-
-@pytest.mark.parametrize(
-    "line",
-    [b'{"text": "cut', b'{"text": "a"} x', b"text", b'{"text": "\xff"}', b"[" * 100_000, b"{'text': 'a'}"],
-)
-def test_a_bad_line_is_an_error_with_its_place(tmp_path, line):
-    """C065: never dropped in silence."""
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(ValueError, match=r"a\.jsonl:2 is not JSON"):
-        run(text_config(tmp_path, tmp_path / "a.jsonl"))
-    assert not (tmp_path / "corpora" / "mine").exists()
-
-
-def test_empty_and_bad_records_are_counted(tmp_path):
-    """C067."""
-    records = [
-        {"text": ""},
-        {"text": "  \n"},
-        {"text": SENTENCES},
-        {"text": "more: " + SENTENCES},
-        {},
-        {"text": None},
-        {"text": 5},
-        [1],
-        None,
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    folder, said = run(text_config(tmp_path, tmp_path / "a.jsonl", vocab_size=300))
-    assert 'documents: 2 kept, 2 empty, 5 bad (no string "text")' in said
-    assert sorted(texts(folder)) == ["a.jsonl:3", "a.jsonl:4"]
-    for split in ("train", "validation"):
-        assert (np.diff(open_shard(folder / split).offsets) > 1).all()
-
-
-def test_what_is_passed_by_is_counted(tmp_path):
-    source = books(tmp_path / "books")
-    (source / "photo.png").write_bytes(b"\x89PNG\x00\x00")
-    (source / "empty.txt").write_text(" \n")
-    (source / ".git").mkdir()
-    (source / "link").symlink_to(tmp_path, target_is_directory=True)
-    _, said = run(text_config(tmp_path, source))
-    assert "documents: 12 kept, 1 empty, 1 binary, 1 hidden, 1 links to folders" in said
 
 
 def test_prepared_data_inside_the_text_folder_is_not_text(tmp_path):
@@ -267,7 +121,7 @@ def test_a_folder_of_somebody_else_is_never_touched(tmp_path, force):
     assert (foreign / "thesis.txt").read_text() == "years of work"
 
 
-@pytest.mark.parametrize("name", ["train/tokens.bin", "validation/manifest.json", "tokenizer.model"])
+@pytest.mark.parametrize("name", ["train/00000/tokens.bin", "validation/00000/manifest.json", "tokenizer.model"])
 def test_damaged_data_is_prepared_again(tmp_path, name):
     """C053: running again heals."""
     config = text_config(tmp_path, books(tmp_path / "books"))
@@ -280,22 +134,6 @@ def test_damaged_data_is_prepared_again(tmp_path, name):
     assert snapshot(folder) == before
 
 
-def test_a_killed_preparation_leaves_nothing_under_the_name(tmp_path):
-    """C053: killed between two documents; the next run clears up and prepares."""
-    config = text_config(tmp_path, books(tmp_path / "books"))
-    code = (
-        "import os\nfrom conf.schema import DataConfig, Source\nfrom data import format, prepare\n"
-        "format.ShardWriter.end_document = lambda *a, **k: os.kill(os.getpid(), 9)\n"
-        f"prepare.prepare(DataConfig(source=Source.text, name='mine', root={config.root!r}, "
-        f"path={config.path!r}, vocab_size={VOCAB}))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True).returncode == -9
-    assert sorted(path.name for path in (tmp_path / "corpora").iterdir()) == [".mine.lock", ".mine.tmp"]
-    folder, _ = run(config)
-    assert len(texts(folder)) == 12
-    assert sorted(path.name for path in folder.parent.iterdir()) == [".mine.lock", "mine"]
-
-
 def test_two_at_once_prepare_it_once(tmp_path):
     config = text_config(tmp_path, books(tmp_path / "books", number=40))
     said = []
@@ -304,79 +142,6 @@ def test_two_at_once_prepare_it_once(tmp_path):
     [thread.join() for thread in threads]
     assert sum(line.startswith("preparing") for line in said) == 1
     assert sum("already prepared" in line for line in said) == 2
-
-
-def test_packages(tmp_path, monkeypatch):
-    """One document a package, a mark and a path before each file; networkx is held out of all."""
-    monkeypatch.setattr(packages, "PACKAGES", ("mpmath",))
-    config = DataConfig(source=Source.packages, name="p", root=str(tmp_path), vocab_size=1000)
-    seen = []
-    monkeypatch.setattr(
-        prepare,
-        "train",
-        lambda sample, size, train=prepare.train: train(map(lambda t: seen.append(t) or t, sample), size),
-    )
-    folder, _ = run(config)
-    assert "networkx" not in "".join(seen) and "mpf" in "".join(seen)
-    tokenizer, shard = load(folder / "tokenizer.model"), open_shard(folder / "train")
-    assert [entry["name"] for entry in shard.documents()] == ["mpmath"]
-    assert [entry["name"] for entry in open_shard(folder / "validation").documents()] == ["networkx"]
-    [entry] = shard.documents()
-    assert entry["version"] and "BSD" in entry["licence"]
-    ids = shard.read(0, shard.num_tokens)
-    assert ids[0] == tokenizer.file_id and (ids == tokenizer.eos_id).sum() == 1
-    files = tokenizer.decode(ids).split("mpmath/")
-    assert files[1].startswith("__init__.py\n__version__")
-    root = packages._package_root("mpmath")
-    first = [tokenizer.decode(part) for part in np.split(ids[:-1], np.flatnonzero(ids == tokenizer.file_id))[1:]]
-    names = [text.split("\n", 1)[0] for text in first]
-    assert names == sorted(names) and len(names) > 50
-    for name, text in zip(names, first, strict=True):
-        assert text.split("\n", 1)[1] == (root.parent / name).read_bytes().decode()
-    assert entry["bytes"] == sum(len(text.encode()) for text in first) == shard.num_bytes
-    assert "already prepared" in run(config)[1][0]
-
-
-def test_packages_are_long_and_found_without_import():
-    """At least three training documents of over a million tokens, at under 4.2 bytes each."""
-    code = (
-        "import sys\nfrom data.packages import describe_packages\ndescribe_packages()\n"
-        "assert not {'torch', 'sympy', 'networkx'} & set(sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    sizes = [sum(path.stat().st_size for path in packages._python_files(name)) for name in packages.PACKAGES]
-    assert sum(size > 4_200_000 for size in sizes) >= 3
-    parts = {
-        part
-        for path in packages._python_files("stdlib")
-        for part in path.relative_to(packages._package_root("stdlib")).parts
-    }
-    assert not parts & {"test", "idlelib", "encodings", "site-packages", "lib2to3"} and "asyncio" in parts
-
-
-def test_tables_of_numbers_are_left_out():
-    assert packages._digit_share(b"X = [" + b"123456, " * 100) > packages.LARGEST_DIGIT_SHARE
-    assert packages._digit_share(Path(documents.__file__).read_bytes()) < packages.LARGEST_DIGIT_SHARE
-
-
-def test_a_missing_package_is_named(monkeypatch):
-    monkeypatch.setattr(packages, "PACKAGES", ("torch", "nosuchpackage"))
-    with pytest.raises(ValueError, match=r"needs nosuchpackage, .*make setup.*data=text"):
-        packages.describe_packages()
-
-
-def test_sample_is_spread_evenly(monkeypatch):
-    monkeypatch.setattr(prepare, "SAMPLE_TOTAL_CHARS", 100_000)
-    lines = "".join(f"{n:09d}\n" for n in range(100_000))  # a million characters
-    corpus = documents.Corpus(
-        lambda: iter([documents.Document("a", documents.TRAIN, lambda: iter([None, lines])),
-                      documents.Document("b", documents.VALIDATION, lambda: iter(["never"]))]),
-        len(lines), len(lines), [])  # fmt: skip
-    sample = list(prepare._sample(corpus))
-    assert 90_000 < sum(map(len, sample)) < 120_000 and "never" not in sample
-    places = np.diff([int(text.split()[1]) for text in sample])
-    assert places.max() < 1.5 * places.min()
 
 
 def command(tmp_path, *arguments):
@@ -414,3 +179,125 @@ def test_help_answers(capsys):
     shown = capsys.readouterr().out
     assert end.value.code == 0
     assert all(word in shown for word in ("data.path=", "data.name=", "--force", "exit codes", "data.vocab_size="))
+
+
+def test_unigram(tmp_path):
+    source = books(tmp_path / "books")
+    folder, said = run(text_config(tmp_path, source, tokenizer="unigram"))
+    assert json.loads((folder / "manifest.json").read_text())["tokenizer"]["kind"] == "unigram"
+    assert {name: text for name, (_, text) in texts(folder).items()} == {
+        path.name: path.read_text() for path in source.iterdir()
+    }
+
+
+def test_a_tokenizer_that_is_there(tmp_path):
+    """Copied into the corpus; the same ids come of it."""
+    source = books(tmp_path / "books")
+    folder, _ = run(text_config(tmp_path, source))
+    config = text_config(tmp_path, source, name="b", tokenizer=str(folder / "tokenizer.model"), vocab_size=77)
+    again, said = run(config)
+    mine, theirs = snapshot(folder), snapshot(again)
+    assert {path for path in mine if mine[path] != theirs[path]} == {"manifest.json"}
+    facts = json.loads(theirs["manifest.json"])
+    assert facts["tokenizer"] == json.loads(mine["manifest.json"])["tokenizer"] and facts["tokenizer"]["lossless"]
+    assert "data.vocab_size" not in facts["inputs"] and not any("trained" in line for line in said)
+    other, _ = run(text_config(tmp_path, source, name="c", vocab_size=310))
+    with pytest.raises(ValueError, match=r"data\.tokenizer was tokenizer\.model \w+, is tokenizer\.model \w+"):
+        run(dataclasses.replace(config, tokenizer=str(other / "tokenizer.model")))
+
+
+def test_a_tokenizer_that_loses_text_is_allowed_and_counted(tmp_path):
+    """C070: by a default of SentencePiece, two spaces become one."""
+    source, model = books(tmp_path / "books", 4), io.BytesIO()
+    (source / "two.txt").write_text(" and  two")
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([FILLER]), model_writer=model, vocab_size=60, model_type="bpe", minloglevel=2
+    )
+    (tmp_path / "theirs.model").write_bytes(model.getvalue())
+    folder, said = run(text_config(tmp_path, source, tokenizer=str(tmp_path / "theirs.model")))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    [note] = [note for note in manifest["notes"] if "do not come back byte for byte" in note]
+    assert note.startswith("5 documents ") and note in said
+    assert not manifest["tokenizer"]["lossless"]
+    [size] = [entry["bytes"] for side in manifest["splits"] for entry in open_tokens(folder / side).documents()
+              if entry["name"] == "two.txt"]  # fmt: skip
+    assert size == 9
+
+
+def test_our_own_tokenizer_losing_text_is_our_own_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(vocabulary.Tokenizer, "restores", lambda self, batch, ids: "Chapter 7" not in str(batch))
+    with pytest.raises(RuntimeError, match=r"document book7\.txt does not come back"):
+        run(text_config(tmp_path, books(tmp_path / "books")))
+
+
+def test_another_tokenizer_in_the_corpus_is_damage(tmp_path):
+    source = books(tmp_path / "books")
+    config = text_config(tmp_path, source)
+    folder, _ = run(config)
+    before = snapshot(folder)
+    other, _ = run(text_config(tmp_path, source, name="other", vocab_size=310))
+    (folder / "tokenizer.model").write_bytes((other / "tokenizer.model").read_bytes())
+    _, said = run(config)
+    assert said[0].startswith("damaged: the tokenizer in ") and snapshot(folder) == before
+
+
+@pytest.mark.parametrize("damage", ["gone", "exchanged"])
+def test_shards_that_are_not_those_of_the_corpus_are_damage(tmp_path, damage):
+    config = text_config(tmp_path, books(tmp_path / "books"), shard_tokens=1_000)
+    folder, _ = run(config)
+    before, shards = snapshot(folder), sorted((folder / "train").iterdir())
+    assert len(shards) > 3 and [path.name for path in shards] == [f"{n:05d}" for n in range(len(shards))]
+    manifest = json.loads(before["manifest.json"])["splits"]["train"]
+    assert [entry["name"] for entry in manifest["shards"]] == [path.name for path in shards]
+    assert [entry["fingerprint"] for entry in manifest["shards"]] == [open_shard(path).fingerprint for path in shards]
+    shards[-1].rename(tmp_path / "away")
+    if damage == "exchanged":
+        shards[0].rename(shards[-1])
+        (tmp_path / "away").rename(shards[0])
+    _, said = run(config)
+    assert said[0].startswith("damaged: ") and "train" in said[0] and snapshot(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"source": Source.tokens}, "data=tokens is prepared already"),
+        ({"root": "s3://bucket/x"}, "data.root=s3://bucket/x is a URL"),
+        ({"end_token": "</s>"}, "data.end_token=</s> is for a data.tokenizer that is a file"),
+        ({"tokenizer": "/no/such.model"}, "/no/such.model"),
+    ],
+)
+def test_what_cannot_be_prepared(tmp_path, options, message):
+    with pytest.raises(ValueError, match=message):
+        run(text_config(tmp_path, books(tmp_path / "books"), **options))
+
+
+def test_sample_is_spread_evenly(tmp_path, monkeypatch):
+    """Over the training documents, and of these only."""
+    (tmp_path / "in").mkdir()
+    lines = "".join(f"{n:09d}\n" for n in range(100_000))  # a million characters
+    (tmp_path / "in" / "a.txt").write_text(lines)
+    (tmp_path / "in" / "b.txt").write_text("never" * 100)
+    config = text_config(tmp_path, tmp_path / "in", validation_names="b.txt")
+    source, work = Text(config), tmp_path / "work"
+    work.mkdir()
+    listing = source.listing()
+    plan = settle(source, listing, read_all(source, listing, work, 1), work, 0.5)
+    sample = list(Corpus(source, listing.names, work, plan).sample(100_000, 1_000))
+    assert 90_000 < sum(map(len, sample)) < 120_000 and "never" not in "".join(sample)
+    places = np.diff([int(text.split()[1]) for text in sample])
+    assert places.max() < 1.5 * places.min()
+    assert "".join(Corpus(source, listing.names, work, plan).sample(10**9, 1_000)) == lines
+
+
+def test_progress_is_told_in_lines(tmp_path, monkeypatch):
+    """Where there is no terminal: up to all of the text, in bytes."""
+    monkeypatch.setattr(build, "LINE_SECONDS", 0.0)
+    monkeypatch.setattr(encoding, "JOB_CHARS", 1_000)
+    source = books(tmp_path / "books")
+    size = sum(path.stat().st_size for path in source.iterdir()) / 1e6
+    _, said = run(text_config(tmp_path, source))
+    for what in ("reading", "tokenizing"):
+        lines = [line for line in said if line.startswith(what)]
+        assert lines[-1] == f"{what}: {size:.1f} of {size:.1f} MB"
+    assert len(lines) > 12

@@ -2,12 +2,13 @@
 
 import dataclasses
 import re
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from conf.compose import compose
-from conf.schema import TrainConfig, resolve
+from conf.schema import ContextStage, TrainConfig, longest_stage, mixture, resolve, stages
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -24,13 +25,15 @@ def test_every_preset_composes_and_loads(model, data):
     assert isinstance(config.data.sequence_length, int)
 
 
-@pytest.mark.parametrize(("experiment", "ranks"), [("8b_1m", 32), ("7b_256k", 32), ("laptop", 2), ("million", 4)])
+@pytest.mark.parametrize(
+    ("experiment", "ranks"), [("8b_1m", 32), ("7b_256k", 32), ("8b_stages", 32), ("laptop", 2), ("million", 4)]
+)
 def test_every_experiment_fits_its_ranks(experiment, ranks):
     assert resolve(compose([f"experiment={experiment}"]), ranks).world == ranks
 
 
 def test_every_experiment_is_tested():
-    assert set(presets("experiment")) == {"8b_1m", "7b_256k", "laptop", "million"}
+    assert set(presets("experiment")) == {"8b_1m", "7b_256k", "8b_stages", "laptop", "million"}
 
 
 def test_published_sizes():
@@ -55,6 +58,21 @@ def test_lengths():
     assert compose(["train.global_batch_tokens=4m"]).train.global_batch_tokens == 4 * 1_048_576
 
 
+def test_stages_take_their_own_length_and_rope():
+    config = compose(
+        ["context=[{tokens:1M,sequence_length:8K},{sequence_length:128K,rope_theta:1e6}]", "model.rope_theta=5e5"]
+    )
+    found = [(stage.data.sequence_length, stage.model.rope_theta) for stage in stages(config)]
+    assert found == [(8192, 5e5), (131_072, 1e6)]
+    assert longest_stage(config).data.sequence_length == 131_072
+    assert stages(compose([])) == [compose([])]
+
+
+def test_shares_of_a_mixture_are_exact():
+    assert mixture("a:0.1, b:0.2,c:7/10") == {"a": Fraction(1, 10), "b": Fraction(1, 5), "c": Fraction(7, 10)}
+    assert mixture(None) == {}
+
+
 REFUSED = {
     "trian.steps=3": "Did you mean train.steps?",
     "+model.nope=1": "model.nope",
@@ -72,6 +90,16 @@ REFUSED = {
     "model.attention_pattern=full,window": "Quote values",
     "data.path=/a/b=c": "Quote values",
     "data.path=~/x": "Quote values",
+    "data.mixture='a:0.5,b:0.6'": "sum to 1.1, not 1: use for example a:5/11,b:6/11",
+    "data.mixture='a:0.5,a:0.5'": "'a:0.5' is not NAME:SHARE",
+    "data.mixture=a": "'a' is not NAME:SHARE, like books:0.7",
+    "data.mixture=../a:1": "no '/'",
+    "data.upweight=32K": "write it like 32K:2,128K:4",
+    "data.workers=-1": "use 0 or more",
+    "context=[{tokens:1M}]": "sequence_length",
+    "context=[{sequence_length:8K},{sequence_length:16K}]": "context.0.tokens is not set",
+    "context=[{sequence_lengt:8K}]": "sequence_lengt",
+    "context=[{sequence_length:8K,rope_theta:0}]": "context.0.rope_theta=0.0 must be a number above 0",
     "data.sequence_length=1X": "8192, 128K or 1M",
     "data.sequence_length=0": "8192, 128K or 1M",
     "optimizer.learning_rate=0": "its default is 0.0003",
@@ -157,5 +185,6 @@ def test_every_option_is_read_somewhere():
     code += "".join(re.findall(r"self\.\w+", schema))  # its properties
     code += (root / "train.py").read_text() + schema.partition("def register")[2]
     for section in dataclasses.fields(TrainConfig):
-        for option in dataclasses.fields(section.type):
+        kind = ContextStage if section.name == "context" else section.type
+        for option in dataclasses.fields(kind):
             assert f".{option.name}" in code, f"{section.name}.{option.name}"

@@ -1,0 +1,126 @@
+"""What a run reads: its sources and shares, what is refused about them, and stages in whole steps."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from conf.compose import compose
+from data.storage import DataError
+from data.writer import ShardWriter
+from training.corpus import held_out, open_corpus, open_stream, plan_stages, require_disjoint, sequence_cost
+from training.estimate import flops_per_sequence
+
+VOCAB = 50
+
+
+def write(folder, documents, tokenizer="pieces", vocab_size=VOCAB):
+    with ShardWriter(folder, vocab_size, tokenizer) as writer:
+        for name, tokens in documents.items():
+            writer.write(np.array(tokens))
+            writer.end_document(name, num_bytes=len(tokens))
+
+
+def corpus(folder, name, train, validation, **options):
+    write(folder / name / "train", train, **options)
+    write(folder / name / "validation", validation, **options)
+
+
+def config(folder, *overrides):
+    return compose(
+        [f"data.root={folder}", "data.name=a", f"model.vocab_size={VOCAB}", "data.sequence_length=8", *overrides]
+    )
+
+
+A = {"a1": [*range(10, 20)], "a2": [*range(20, 33)]}, {"a3": [1, 2, 3]}
+B = {"b1": [*range(30, 45)]}, {"b2": [4, 5, 6, 7]}
+
+
+def test_one_corpus(tmp_path):
+    corpus(tmp_path, "a", *A)
+    found = open_corpus(config(tmp_path))
+    [source], [held] = found.training, found.held_out
+    assert (source.name, source.share, source.tokens.num_tokens, held.tokens.num_tokens) == ("a", 1, 23, 3)
+    assert set(found.fingerprints) == {"training data a", "held-out data a"}
+    require_disjoint(found)
+    [(name, sequences)] = [(each.name, parts) for each, parts in held_out(config(tmp_path), found)]
+    assert (name, sequences.num_sequences, sequences.documents(0)) == ("a", 1, (3,))
+
+
+def test_a_mixture_has_its_shares(tmp_path):
+    corpus(tmp_path, "a", *A)
+    corpus(tmp_path, "b", *B)
+    mixed = config(tmp_path, "data.mixture='a:0.25,b:3/4'")
+    found = open_corpus(mixed)
+    assert [(source.name, source.share) for source in found.training] == [("a", Fraction(1, 4)), ("b", Fraction(3, 4))]
+    sequences = open_stream(mixed, 1, found).stage(0)
+    names = [sequences.stretches(n)[0].source for n in range(400)]
+    assert names.count("a") == 100 and names[:200].count("a") == 50
+
+
+def test_tokens_that_are_there_already(tmp_path):
+    corpus(tmp_path, "x", *A)
+    found = open_corpus(
+        config(
+            tmp_path, "data=tokens", f"data.path={tmp_path}/x/train", f"data.validation_path={tmp_path}/x/validation"
+        )
+    )
+    assert found.training[0].tokens.num_tokens == 23 and found.held_out[0].tokens.num_tokens == 3
+    with pytest.raises(ValueError, match=r"data\.source=tokens needs data\.validation_path"):
+        open_corpus(config(tmp_path, "data=tokens", f"data.path={tmp_path}/x/train"))
+
+
+def test_what_is_missing_or_other_is_named(tmp_path):
+    """C068."""
+    with pytest.raises(DataError, match="a/train"):
+        open_corpus(config(tmp_path))
+    corpus(tmp_path, "a", *A)
+    corpus(tmp_path, "other", *B, tokenizer="others")
+    with pytest.raises(ValueError, match="made with tokenizer others.*data.tokenizer=PATH"):
+        open_corpus(config(tmp_path, "data.mixture='a:0.5,other:0.5'"))
+    with pytest.raises(ValueError, match="model.vocab_size=49"):
+        open_corpus(config(tmp_path, "model.vocab_size=49"))
+    corpus(tmp_path, "none", A[0], {})
+    with pytest.raises(DataError, match="none/validation has no documents"):
+        open_corpus(config(tmp_path, "data.name=none"))
+
+
+def test_held_out_documents_are_not_trained_on(tmp_path):
+    """By content, whatever their names, in whichever corpus of the mixture."""
+    corpus(tmp_path, "a", *A)
+    corpus(tmp_path, "b", {"b1": [*range(30, 45)], "again": [1, 2, 3]}, B[1])
+    require_disjoint(open_corpus(config(tmp_path, "data.name=b")))
+    with pytest.raises(
+        ValueError, match=r"document 'a3', held out in .*a/validation, is trained on in .*b/train as 'again'"
+    ):
+        require_disjoint(open_corpus(config(tmp_path, "data.mixture='a:0.5,b:0.5'")))
+
+
+STAGES = "context=[{tokens:64,sequence_length:8},{sequence_length:16,rope_theta:1e6}]"
+
+
+def test_stages_in_whole_steps(tmp_path):
+    planned = plan_stages(config(tmp_path, STAGES, "train.global_batch_tokens=32"), 2)
+    assert [(stage.sequence_length, stage.num_sequences) for stage in planned] == [(8, 8), (16, None)]
+    assert planned[0].label != planned[1].label
+    assert [stage.num_sequences for stage in plan_stages(config(tmp_path), 2)] == [None]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((STAGES, "train.global_batch_tokens=48"), r"context\.0\.tokens=64 .* steps of 48 tokens: use 48 or 96"),
+        (("context=[{tokens:64,sequence_length:8}]",), r"after 4 steps, before train\.steps=100: use train\.steps=4"),
+        ((STAGES, "train.global_batch_tokens=24"), "train.global_batch_tokens=24 is not a multiple"),
+    ],
+)
+def test_stages_that_cannot_be(tmp_path, overrides, message):
+    with pytest.raises(ValueError, match=message):
+        plan_stages(config(tmp_path, *overrides), 2)
+
+
+def test_cost_of_a_sequence_is_its_flops(tmp_path):
+    made = config(tmp_path)
+    cost = sequence_cost(made)
+    assert cost((5, 3)) == flops_per_sequence(made.model, [5, 3], 8)[0] < cost((8,))
+    assert sequence_cost(config(tmp_path, "data.balance=false")) is None
