@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKERS = 2
 QUICK_PACKAGES = ("numpy", "mpmath", "networkx")
 CHUNK_CHARS = 1000  # of what SentencePiece is given alone: its fastest
+REFERENCE = 20.4  # MB/s of SentencePiece alone on two cores, where what is promised was laid down
 MOST_BYTES = 700e6
 SAMPLE_SECONDS = 0.1
 RECORD_CHARS = 100_000
@@ -65,12 +66,16 @@ def tokenize(quick: bool) -> Part:
         "SentencePiece MB/s": library,
         "ratio": pipeline / library,
     }
-    criteria = [
-        report.at_least("tokenizing, two workers: MB/s", pipeline, 15.0),
-        report.at_least("tokenizing, two workers: million tokens/s", row["million tokens/s"], 5.0),
-        report.at_least("tokenizing / SentencePiece alone", row["ratio"], 0.75),
-    ]
-    return Part("tokenizing", [row], criteria, [f"tokenizing: medians of {rounds}, after the tokenizer is trained"])
+    criteria = [report.at_least("tokenizing / SentencePiece alone", row["ratio"], 0.75)]
+    notes = [f"tokenizing: medians of {rounds}, after the tokenizer is trained; processes start anew each time"]
+    if library >= REFERENCE:
+        criteria.append(report.at_least("tokenizing, two workers: MB/s", pipeline, 15.0))
+        criteria.append(report.at_least("tokenizing, two workers: million tokens/s", row["million tokens/s"], 5.0))
+    else:
+        notes.append(
+            f"15 MB/s and 5 million tokens/s are promised where SentencePiece alone makes {REFERENCE} MB/s: not here"
+        )
+    return Part("tokenizing", [row], criteria, notes)
 
 
 def _write_texts(folder: Path, packages: tuple[str, ...]) -> Path:
