@@ -146,22 +146,22 @@ class Interleaved:
         return pieces.item % self._tokens[source].num_documents
 
 
-def finite(tokens: Tokens, sequence_length: int, positions: str = "document") -> Sequences:
+def finite(tokens: Tokens, sequence_length: int, positions: str = "document", most: int | None = None) -> Sequences:
     """For validation: the documents in the order in which they are stored, each token once, end to end. The last
-    sequence is shorter.
+    sequence is shorter. With `most`, only so many of the first.
 
     Raises:
         ValueError: where there are no documents.
     """
     check_documents(tokens)
-    epochs = Epochs(np.diff(tokens.offsets), seed=None)
+    epochs, available = Epochs(np.diff(tokens.offsets), seed=None), -(-tokens.num_tokens // sequence_length)
     return Interleaved(
         [tokens.where],
         [tokens],
         [Line(epochs, sequence_length, end=tokens.num_tokens)],
         Turns([Fraction(1)]),
         sequence_length=sequence_length,
-        num_sequences=-(-tokens.num_tokens // sequence_length),
+        num_sequences=available if most is None else min(most, available),
         positions=positions,
     )
 

@@ -125,9 +125,9 @@ def open_stream(config: TrainConfig, ranks: int, corpus: Corpus) -> TokenStream:
 
 
 def held_out(config: TrainConfig, corpus: Corpus) -> list[tuple[Source, Sequences]]:
-    """Of each source the held-out sequences at this stage's length, in order, the last one short."""
-    length, positions = int(config.data.sequence_length), str(config.data.positions)
-    return [(source, finite(source.tokens, length, positions)) for source in corpus.held_out]
+    """Of each source the first `validation.sequences` held-out sequences at this stage's length, or all of them."""
+    length, positions, most = int(config.data.sequence_length), str(config.data.positions), config.validation.sequences
+    return [(source, finite(source.tokens, length, positions, most or None)) for source in corpus.held_out]
 
 
 def plan_stages(config: TrainConfig, ranks: int) -> list[Stage]:

@@ -13,25 +13,11 @@ from parallel.mesh import Mesh
 from parallel.ring import require_same_plan
 
 
-class _FirstSequences:
-    """Sequences that end after `count`: what a batch asks for beyond them has no documents."""
-
-    def __init__(self, sequences: Sequences, count: int):
-        self._sequences, self.num_sequences = sequences, count
-        self.sequence_length = sequences.sequence_length
-
-    def documents(self, n: int) -> tuple[int, ...]:
-        return self._sequences.documents(n) if n < self.num_sequences else ()
-
-    def labelled(self, n: int, start: int, stop: int):
-        return self._sequences.labelled(n, start, stop)
-
-
 class Validation:
     """Held-out sequences in their own order; the same ones each time, apart from the training stream.
 
     Args:
-        held_out: of each source its sequences; as many of each as `validation.sequences` says.
+        held_out: of each source its sequences, which have an end.
         take: as the training loader's.
     """
 
@@ -39,12 +25,7 @@ class Validation:
         self, held_out: Sequence[tuple[Source, Sequences]], take: Take, config: TrainConfig, mesh: Mesh
     ) -> None:
         self._take, self._mesh, self._micro_batch_size = take, mesh, config.train.micro_batch_size
-        self._held_out = []
-        for source, sequences in held_out:
-            available = sequences.num_sequences
-            assert available, f"no sequences held out of {source.name}"
-            count = min(available, config.validation.sequences or available)
-            self._held_out.append((source, _FirstSequences(sequences, count)))
+        self._held_out = held_out
 
     def __call__(self, model: Transformer, device: torch.device) -> dict[str, float]:
         """`validation_loss`: the mean loss of a held-out token, sources weighted by their shares of what is trained on;
@@ -59,10 +40,11 @@ class Validation:
         return {"validation_loss": mean} | each
 
     @torch.no_grad()
-    def _loss(self, sequences: _FirstSequences, model: Transformer, device: torch.device) -> float:
+    def _loss(self, sequences: Sequences, model: Transformer, device: torch.device) -> float:
         """The mean over one source's held-out tokens, summed in float64."""
         total = torch.zeros(2, dtype=torch.float64, device=device)
         at_once = self._micro_batch_size * self._mesh.data.size
+        assert sequences.num_sequences, "held-out sequences have an end, and there are some"
         with Loader(
             sequences,
             self._take,

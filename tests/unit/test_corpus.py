@@ -45,6 +45,10 @@ def test_one_corpus(tmp_path):
     require_disjoint(found)
     [(name, sequences)] = [(each.name, parts) for each, parts in held_out(config(tmp_path), found)]
     assert (name, sequences.num_sequences, sequences.documents(0)) == ("a", 1, (3,))
+    for most, found_sequences in {0: 2, 1: 1, 5: 2}.items():
+        made = config(tmp_path, "data.sequence_length=2", f"validation.sequences={most}")
+        [(_, sequences)] = held_out(made, found)
+        assert sequences.num_sequences == found_sequences and sequences.documents(found_sequences) == ()
 
 
 def test_a_mixture_has_its_shares(tmp_path):
