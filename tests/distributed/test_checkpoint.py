@@ -182,6 +182,10 @@ DAMAGE = {
     "torn_manifest": (lambda p: os.truncate(p / "manifest.json", 50), "manifest.json cannot be read"),
     "foreign_manifest": (lambda p: (p / "manifest.json").write_text("{}"), "not of the format"),
     "empty": (lambda p: (shutil.rmtree(p), p.mkdir()), "no manifest.json"),
+    "only_metadata": (
+        lambda p: [each.unlink() for each in p.iterdir() if each.name != ".metadata"],
+        "no manifest.json",
+    ),
     "left_as_tmp": (lambda p: p.rename(p.with_name(p.name + ".tmp")), None),
 }
 
@@ -218,7 +222,7 @@ def damaged_copies(source: Path, target: Path, steps) -> list[Path]:
 
 
 def test_a_damaged_checkpoint_is_never_the_newest(tmp_path):
-    """C074, C082: step 10 is taken instead, rank 0 says what is wrong with step 20, nothing is deleted."""
+    """C074, C082, I12: step 10 is taken instead, rank 0 says what is wrong with step 20, nothing is deleted."""
     run_ranks(save_two, 2, tmp_path / "whole")
     folders = damaged_copies(tmp_path / "whole", tmp_path / "damaged", [20])
     before = sorted(tmp_path.rglob("*"))
@@ -253,7 +257,7 @@ def prune(folder):
 
 
 def test_keeps_the_newest_and_what_others_made(tmp_path):
-    """C079"""
+    """C079, I12: foreign files."""
     for name in ("step_best", "step_00010000.tmp2", "step_00010001.tmp", "step_7", "step_00000001"):
         (tmp_path / name).mkdir()
     (tmp_path / "step_notes.txt").touch()

@@ -231,3 +231,13 @@ def test_variants_divide_too(variant, folder, alone):
     for case in cases:
         for rank in range(4):
             assert_same(results[rank][case], alone[variant])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_three_ranks_and_six_heads(folder, kv_heads):
+    """I14: sizes that are no powers of two, on rings of three and two, and three data ranks."""
+    sizes = {"model__num_heads": 6, "model__num_kv_heads": kv_heads, "train__global_batch_tokens": 6 * LENGTH}
+    [truth] = run_ranks(train_on, 1, folder, settings("llama", **sizes), 1)
+    for axes, ranks in (({"parallel__sequence": 3}, 3), ({"parallel__data": 3}, 3), ({"parallel__sequence": 2}, 2)):
+        for got in run_ranks(train_on, ranks, folder, settings("llama", **sizes, **axes), ranks):
+            assert_same(got, truth)

@@ -157,9 +157,11 @@ def test_labels_are_shifted_before_the_split():
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("length", "padded", "ranks"), [(7, 8, 2), (2999, 3000, 4), (2999, 3008, 4), (5, 32, 4)])
+@pytest.mark.parametrize(
+    ("length", "padded", "ranks"), [(7, 8, 2), (7, 8, 4), (2999, 3000, 4), (2999, 3008, 4), (5, 32, 4), (1, 4, 4)]
+)
 def test_padding_loses_nothing(layout, length, padded, ranks):
-    """C025: lengths that the ranks do not divide keep every token and every target."""
+    """C025, I14: lengths that the ranks do not divide keep every token and every target."""
     if layout == "zigzag" and padded % (2 * ranks):
         padded += ranks
     line = Line([range(1, length + 1)], length)

@@ -121,7 +121,7 @@ def test_tasks_that_never_come_are_refused(environment: dict[str, str]) -> None:
     ],
 )
 def test_first_host_without_scontrol(nodelist: str, first: str, no_scontrol: Path) -> None:
-    """C103: zeros are kept, commas in brackets do not end a name."""
+    """C103, I13: zeros are kept, commas in brackets do not end a name."""
     assert first_host(nodelist) == first
 
 

@@ -36,7 +36,7 @@ BREAKS = ["\u2028", "\u2029", "\x85", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e"]
 
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_jsonl_records_end_at_newlines_only(tmp_path, end):
-    """C065: Unicode's other line breaks, CRLF, blank lines, a byte-order mark, no last newline."""
+    """C065, I01, I03: Unicode's other line breaks, CRLF, blank lines, a byte-order mark, no last newline."""
     values = [f"before {mark} after, record {n}" for n, mark in enumerate(BREAKS)]
     lines = [json.dumps({"text": value}, ensure_ascii=False) for value in values]
     (tmp_path / "a.jsonl").write_bytes(("\ufeff" + (end + end).join(lines)).encode())
@@ -57,7 +57,7 @@ def test_a_bad_line_is_an_error_with_its_place(tmp_path, line):
 
 
 def test_empty_and_bad_records_are_counted(tmp_path):
-    """C067."""
+    """C067, I05."""
     records = [
         {"text": ""},
         {"text": "  \n"},
@@ -68,11 +68,12 @@ def test_empty_and_bad_records_are_counted(tmp_path):
         {"text": 5},
         [1],
         None,
+        {"text": "a"},
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     folder, said = run(text_config(tmp_path, tmp_path / "a.jsonl", vocab_size=300))
-    assert 'documents: 2 kept, 2 empty, 0 duplicate, 5 bad (no string "text")' in said
-    assert sorted(texts(folder)) == ["a.jsonl:3", "a.jsonl:4"]
+    assert 'documents: 3 kept, 2 empty, 0 duplicate, 5 bad (no string "text")' in said
+    assert sorted(texts(folder)) == ["a.jsonl:10", "a.jsonl:3", "a.jsonl:4"]
     for split in ("train", "validation"):
         assert (np.diff(open_tokens(folder / split).offsets) > 1).all()
 
