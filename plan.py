@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from conf.compose import compose
-from conf.schema import TrainConfig, longest_stage, parse_length, resolve
+from conf.schema import TrainConfig, parse_length, resolve
 from training import timeline
-from training.corpus import plan_stages
+from training.corpus import legs
 from training.max_context import longest
 from training.nearest import MOST_RANKS, nearest
 from training.plan_record import record, rows
@@ -119,10 +119,14 @@ def run(options: argparse.Namespace, say: Callable[[str], None], result: dict[st
         raise ValueError("--max-context is about sequences of one document: leave out --documents, or --max-context")
     config = compose(options.overrides)
     ranks = default_ranks(config) if options.ranks is None else options.ranks
-    plan_stages(config, ranks)
+    steps = legs(config, ranks)
     if config.context:
-        config = longest_stage(config)
-        say(f"of {len(config.context)} stages the one with the longest sequences, {config.data.sequence_length:,}\n")
+        for leg in steps:
+            say(f"stage {leg.number}: {leg.steps} steps, sequences of {leg.config.data.sequence_length:,}")
+        longest_leg = max(steps, key=lambda leg: int(leg.config.data.sequence_length))
+        config = dataclasses.replace(longest_leg.config, context=[])
+        length = f"data.sequence_length={config.data.sequence_length} model.rope_theta={config.model.rope_theta:g}"
+        say(f"planned is the one with the longest, as with 'context=[]' {length}\n")
     lengths = documents(options.documents, config)
     whole = (lengths,) * config.train.micro_batch_size if lengths else None
     resolve(config, ranks)

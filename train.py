@@ -12,7 +12,7 @@ import torch
 from omegaconf import DictConfig
 from torch.optim import Optimizer
 
-from conf.schema import Degrees, TrainConfig, load, longest_stage, resolve, settings, stages, tokens_per_step
+from conf.schema import Degrees, TrainConfig, axes, load, longest_stage, resolve, settings, tokens_per_step
 from data.loader import Loader
 from data.stream import Sequences, Source, TokenStream
 from model.kernels import capability, self_test
@@ -24,7 +24,7 @@ from parallel.take import Take
 from training import estimate, rehearse, runtime
 from training.agreement import agree, on_all_ranks, require_equal, together
 from training.checkpoint import Checkpoints
-from training.corpus import Corpus, held_out, open_corpus, open_stream, require_disjoint, sequence_cost
+from training.corpus import Corpus, Leg, held_out, legs, open_corpus, open_stream, require_disjoint, sequence_cost
 from training.loop import Progress, train
 from training.memory import planned
 from training.metrics import MetricsLog, peak_flops
@@ -35,13 +35,13 @@ from training.validation import Validation
 def run(config: TrainConfig) -> None:
     """One rank's part of the run. Collective over all ranks."""
     with runtime.session(config) as rank:
-        degrees = resolve(config, rank.size)
+        degrees = axes(config, rank.size) if config.context else resolve(config, rank.size)
         require_equal(settings(config))  # first: ranks with other axes would wait for each other in other groups
         mesh = build_mesh(degrees, rank.device.type, config.run.timeout_seconds)
         kernel = together(lambda: choose_kernel(config, rank.device))
         corpus = together(lambda: open_corpus(config))
         agree(lambda: require_disjoint(corpus))
-        stream = together(lambda: open_stream(config, rank.size, corpus))
+        stream = together(lambda: open_stream(config, corpus))
         require_equal(corpus.fingerprints | {"order of data": stream.fingerprint})
 
         checkpoints = Checkpoints(Path(config.run.dir, config.run.name, "checkpoints"), config, mesh)
@@ -51,36 +51,29 @@ def run(config: TrainConfig) -> None:
         if progress.step >= config.train.steps:
             rank.say(complete(config, progress))
             return
+        ahead = together(lambda: legs(config, rank.size, progress.step, progress.stage, progress.sample))
         with MetricsLog(config, rank.rank, progress.step) as metrics, ExitStack() as stack:
             metrics.say(banner(config, degrees, kernel, rank.device, progress, corpus))
             sizes = on_all_ranks(lambda: rank.node_size)
             node_size = sizes[0] if len(set(sizes)) == 1 else 0
-            takes = [Take(stage, mesh, node_size, metrics.say) for stage in stages(config)]  # all: refused now or never
+            takes = [Take(leg.config, mesh, node_size, metrics.say) for leg in ahead]  # all: refused now or never
             stack.enter_context(runtime.started())
-            warm_up(mesh.ring.name, takes[progress.stage].usual_route, rank.device)
+            warm_up(mesh.ring.name, takes[0].usual_route, rank.device)
             flops = config.logging.peak_flops or peak_flops(rank.device, config.train.dtype)
-            for number in range(progress.stage, len(takes)):
-                stage, take, sequences = stages(config)[number], takes[number], stream.stage(number)
-                of_stage = resolve(stage, rank.size)
-                progress = progress.entering(number)
-                steps = steps_of(stage, of_stage, sequences, progress)
-                if not steps:
-                    continue
-                if len(takes) > 1:
-                    metrics.say(stage_banner(number, stage, of_stage, steps))
-                model.use_rope(stage.model.rope_theta)
-                metrics.say(planned_memory(stage, of_stage, take))
+            for leg, take in zip(ahead, takes, strict=True):
+                model.use_rope(leg.config.model.rope_theta)
+                metrics.say(leg_banner(leg, take))
                 take.reserve(getattr(torch, config.train.dtype), rank.device)
-                with read_ahead(stage, of_stage, sequences, take, mesh, progress, steps) as loader:
+                with read_ahead(leg, stream.stage(leg.number), take, mesh) as loader:
                     progress = train(
-                        stage,
-                        progress,
+                        leg.config,
+                        progress.entering(leg.number),
                         mesh=mesh,
                         model=model,
                         optimizer=optimizer,
                         stream=stream,
                         loader=loader,
-                        validate=Validation(held_out(stage, corpus), take, stage, mesh),
+                        validate=Validation(held_out(leg.config, corpus), take, leg.config, mesh),
                         checkpoints=checkpoints,
                         metrics=metrics,
                         peak_flops=flops,
@@ -88,26 +81,18 @@ def run(config: TrainConfig) -> None:
                     )
 
 
-def read_ahead(
-    config: TrainConfig,
-    degrees: Degrees,
-    sequences: Sequences,
-    take: Take,
-    mesh: Mesh,
-    progress: Progress,
-    steps: int,
-) -> Loader:
-    """The batches of the next `steps` steps, as this rank holds them."""
+def read_ahead(leg: Leg, sequences: Sequences, take: Take, mesh: Mesh) -> Loader:
+    """The batches of a leg, as this rank holds them."""
     return Loader(
         sequences,
         take,
-        micro_batch_size=config.train.micro_batch_size,
-        accumulation=degrees.accumulation,
+        micro_batch_size=leg.config.train.micro_batch_size,
+        accumulation=leg.degrees.accumulation,
         data_rank=mesh.data.rank,
         data_size=mesh.data.size,
-        first_sequence=progress.sample,
-        num_steps=steps,
-        cost=sequence_cost(config),
+        first_sequence=leg.sample,
+        num_steps=leg.steps,
+        cost=sequence_cost(leg.config),
     )
 
 
@@ -120,25 +105,6 @@ def choose_kernel(config: TrainConfig, device: torch.device) -> str:
     heads_per_group = model.num_heads // model.num_kv_heads
     self_test.check(KERNELS[name], getattr(torch, dtype), device, heads_per_group, model.head_dim)
     return name
-
-
-def steps_of(config: TrainConfig, degrees: Degrees, sequences: Sequences, progress: Progress) -> int:
-    """Steps until the end of a stage, or of the run.
-
-    Raises:
-        ValueError: where another batch than before leaves the stage without a whole number of steps.
-    """
-    remaining = config.train.steps - progress.step
-    if sequences.num_sequences is None:
-        return remaining
-    left, each = sequences.num_sequences - progress.sample, tokens_per_step(config, degrees)
-    tokens = left * int(config.data.sequence_length)
-    if tokens % each and remaining * each > tokens:
-        raise ValueError(
-            f"stage {progress.stage} of context has {tokens} tokens left, no whole number of steps of {each}: resume "
-            "with the train.global_batch_tokens and train.micro_batch_size that it began with"
-        )
-    return min(remaining, tokens // each)
 
 
 def resume(
@@ -172,8 +138,8 @@ def banner(
             f"tensor {degrees.tensor}; states sharded over {degrees.shard}",
             f"ring     {config.parallel.layout} layout, {config.parallel.route} route, {kernel} kernel; "
             f"recompute {config.train.recompute}; auto reckons with cluster={config.cluster.name}{doubt}",
-            f"tokens   {'; '.join(map(source_line, corpus.training))}",
-            *([stage_banner(None, config, degrees, 0)] if not config.context else []),
+            f"tokens   {'; '.join(map(source_line, corpus.training))}; long documents {config.data.long}, short ones "
+            f"{config.data.short}",
         ]
     )
 
@@ -184,27 +150,27 @@ def source_line(source: Source) -> str:
     return f"{share}{source.name}, {source.tokens.num_tokens:,} in {source.tokens.num_documents:,} documents"
 
 
-def stage_banner(number: int | None, config: TrainConfig, degrees: Degrees, steps: int) -> str:
-    """How the tokens are cut into sequences, of one stage of `context` or of the whole run."""
-    data = config.data
-    which = "" if number is None else f"stage {number}, {steps} steps: "
-    rope = "" if number is None else f", rope_theta {config.model.rope_theta:g}"
-    size = f"sequences of {int(data.sequence_length):,}, {tokens_per_step(config, degrees):,} tokens a step"
-    return f"data     {which}{size}; long documents {data.long}, short ones {data.short}{rope}"
-
-
-def planned_memory(config: TrainConfig, degrees: Degrees, take: Take) -> str:
-    """What `plan.py` would say of this rank's memory, each sequence one document."""
-    needs = planned(config, degrees, take.setting, take.ring.rank)
+def leg_banner(leg: Leg, take: Take) -> str:
+    """Steps and sequences of a leg, and what `plan.py` would say of this rank's memory, each sequence one document."""
+    data, per_step = leg.config.data, tokens_per_step(leg.config, leg.degrees)
+    stage = f"stage {leg.number}: " if leg.config.context else ""
+    rope = f", rope_theta {leg.config.model.rope_theta:g}" if leg.config.context else ""
+    needs = planned(leg.config, leg.degrees, take.setting, take.ring.rank)
     offloaded = f", {needs.host_bytes / 1e9:.2f} GB of its host" if needs.host_bytes else ""
-    return f"memory   {needs.peak_bytes / 1e9:.2f} GB of a rank at its peak{offloaded}, planned: {needs.moment}"
+    return "\n".join(
+        [
+            f"steps    {stage}{leg.steps} of {per_step:,} tokens, in sequences of {int(data.sequence_length):,}{rope}",
+            f"memory   {needs.peak_bytes / 1e9:.2f} GB of a rank at its peak{offloaded}, planned: {needs.moment}",
+        ]
+    )
 
 
 def complete(config: TrainConfig, progress: Progress) -> str:
     """What to say of a run that has nothing left to do."""
+    more = " and stages for them" if config.context and config.context[-1].tokens is not None else ""
     return (
         f"{config.run.dir}/{config.run.name} is complete: step {progress.step} of train.steps={config.train.steps}. "
-        f"Go on with train.steps={2 * progress.step}, or start another run with run.name=NAME."
+        f"Go on with train.steps={2 * progress.step}{more}, or start another run with run.name=NAME."
     )
 
 

@@ -137,6 +137,7 @@ class Wandb(StrEnum):
     online = "online"
 
 
+MOST_TIMES = 1000  # that a document may come in an epoch
 ATTENTION_KINDS = ("full", "window", "full_norope", "window_norope")
 
 
@@ -301,7 +302,7 @@ class OptimizerConfig:
 @dataclass(kw_only=True)
 class ValidationConfig:
     every: int = 50  # steps between validations; 0 = at the end only
-    sequences: int = 4  # sequences of the held-out documents; 0 = all of them
+    sequences: int = 4  # of each source's held-out documents, at the stage's length; 0 = all of them
 
 
 @dataclass(kw_only=True)
@@ -355,6 +356,9 @@ def load(cfg: DictConfig) -> TrainConfig:
     try:
         # A key added with '+' walks past the schema during composition; merging onto the schema once more refuses it.
         plain = OmegaConf.to_container(cfg, resolve=True)
+        for number, stage in enumerate(plain.get("context") or []):
+            if stage.get("sequence_length", MISSING) == MISSING:
+                raise ValueError(f"context.{number}.sequence_length is not set: write it like 128K")
         merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), plain)
         config = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
@@ -395,7 +399,11 @@ def explain(error: Exception) -> str:
     if wrong and "not in" in message:
         message = message if wrong in message else f"{wrong}: {message}"
         leaf = [key for key in keys() if key.split(".")[-1] == wrong.split(".")[-1]]
-        near = difflib.get_close_matches(wrong, keys(), n=1, cutoff=0.6) or leaf
+        known = keys()
+        if "not in 'ContextStage'" in message:
+            wrong, leaf = message.split("Key '")[1].split("'")[0], []
+            known = [entry.name for entry in dataclasses.fields(ContextStage)]
+        near = difflib.get_close_matches(wrong, known, n=1, cutoff=0.6) or leaf
         if near:
             message += f". Did you mean {near[0]}?"
     return message
@@ -457,7 +465,7 @@ def mixture(text: str | None) -> dict[str, Fraction]:
             share = Fraction(number.strip())
         except (ValueError, ZeroDivisionError):
             share = Fraction(0)
-        if not name or name in shares or not 0 < share <= 1:
+        if not name or name in shares or share <= 0 or any(sign in name for sign in ":; "):
             raise ValueError(
                 f"data.mixture={text}: {part.strip()!r} is not NAME:SHARE, like books:0.7 or books:2/3, once"
             )
@@ -475,13 +483,21 @@ def upweights(text: str | None) -> list[tuple[int, int]]:
     Raises:
         ValueError: where it is not written like 32K:2,128K:4.
     """
-    steps = []
+    steps: dict[int, int] = {}
     for part in text.split(",") if text else []:
         length, colon, times = part.strip().partition(":")
-        if not colon or not times.isdecimal() or int(times) < 1:
-            raise ValueError(f"data.upweight={text}: {part.strip()!r} is not LENGTH:TIMES, write it like 32K:2,128K:4")
-        steps.append((parse_length("data.upweight", length), int(times)))
-    return sorted(steps)
+        if not colon or not times.isdecimal() or not 1 <= int(times) <= MOST_TIMES:
+            raise ValueError(
+                f"data.upweight={text}: {part.strip()!r} is not LENGTH:TIMES, write it like 32K:2,128K:4, up to "
+                f"{MOST_TIMES} times"
+            )
+        tokens = parse_length("data.upweight", length)
+        if tokens in steps:
+            raise ValueError(
+                f"data.upweight={text} says twice how often documents of {length} tokens come: say it once"
+            )
+        steps[tokens] = int(times)
+    return sorted(steps.items())
 
 
 def parse_length(key: str, value: Length, unit_name: str = "tokens") -> int:
@@ -749,6 +765,13 @@ class Degrees:
     @property
     def world(self) -> int:
         return self.data * self.sequence * self.tensor
+
+
+def axes(config: TrainConfig, world_size: int) -> Degrees:
+    """Sizes of the axes alone, whatever the batch: as if a step were one micro-batch. Raises ValueError."""
+    return resolve(
+        dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch_tokens=None)), world_size
+    )
 
 
 def resolve(config: TrainConfig, world_size: int) -> Degrees:

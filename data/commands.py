@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from data.format import Tokens
 from data.shards import Shards, corpus_manifest, open_storage, open_tokens, parent
-from data.storage import is_url
+from data.storage import is_url, without_login
 from data.tokenizer import Tokenizer, load_any
 from data.verify import load_tokenizer, num_bytes, problems
 
@@ -28,12 +28,15 @@ BAR = 40  # characters of the longest bar of the histogram
 def verify(path: str) -> int:
     """Prints what is wrong with prepared data, or that nothing is, and returns the exit code."""
     found = 0
-    with tqdm(total=num_bytes(path), desc="verifying", unit="B", unit_scale=True, disable=None) as bar:
-        for problem in problems(path, bar.update):
-            found += 1
-            with tqdm.external_write_mode():
-                print(problem, flush=True)
-    print(f"{path}: {'whole' if not found else _count(found, 'problem')}")
+    try:
+        with tqdm(total=num_bytes(path), desc="verifying", unit="B", unit_scale=True, disable=None) as bar:
+            for problem in problems(path, bar.update):
+                found += 1
+                with tqdm.external_write_mode():
+                    print(problem, flush=True)
+        print(f"{without_login(path)}: {'whole' if not found else _count(found, 'problem')}", flush=True)
+    except BrokenPipeError:  # whoever reads the lines has seen enough; whoever reads the exit code has not
+        _discard_output()
     return 74 if found else 0
 
 
@@ -43,9 +46,11 @@ def inspect(path: str) -> None:
     manifest = corpus_manifest(storage)
     if manifest:
         print(f"origin: {manifest.get('origin') or 'not said'}\nlicence: {manifest.get('licence') or 'not said'}")
-        print(*manifest.get("notes", []), sep="\n")
+        notes = manifest.get("notes")
+        for note in notes if isinstance(notes, list) else []:
+            print(note)
     for place in [f"{storage.where}/{split}" for split in manifest["splits"]] if manifest else [path]:
-        for line in describe(place, open_tokens(place)):
+        for line in describe(without_login(place), open_tokens(place)):
             print(line)
 
 
@@ -60,7 +65,7 @@ def describe(place: str, tokens: Tokens) -> Iterator[str]:
     yield f"  fingerprint: {tokens.fingerprint}"
     yield from _histogram(np.diff(tokens.offsets))
     longest = heapq.nlargest(LONGEST, ((entry["tokens"], entry["name"]) for entry in tokens.documents()))
-    yield "  longest: " + ", ".join(f"{name} {length:,}" for length, name in longest)
+    yield "  longest: " + ", ".join(f"{name!r} {length:,}" for length, name in longest)
 
 
 def _histogram(lengths: np.ndarray) -> Iterator[str]:
@@ -128,6 +133,11 @@ def _tokenizer_above(path: str) -> Tokenizer:
     raise ValueError(f"{path} has no tokenizer beside it: give one by --tokenizer FILE, or show numbers by --ids")
 
 
+def _discard_output() -> None:
+    """Nobody reads it any more: what is still to be written goes nowhere, and does not fail when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _count(number: int, what: str) -> str:
     return f"{number:,} {what}{'' if number == 1 else 's'}"
 
@@ -186,9 +196,9 @@ def main(arguments: list[str]) -> int:
             cat(options.path, options.document, options.start, options.count, options.ids, options.tokenizer)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_output()
     except (ValueError, OSError) as error:
-        print(f"data.format: {' '.join(str(error).split())}", file=sys.stderr)
+        print(f"data.format: {without_login(' '.join(str(error).split()))}", file=sys.stderr)
         return 3 if isinstance(error, ValueError) else 74
     except KeyboardInterrupt:
         return 130

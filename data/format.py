@@ -14,6 +14,7 @@ data/writer.py writes them. `python -m data.format verify|inspect|cat PATH` look
 """
 
 import hashlib
+import itertools
 import json
 import math
 import sys
@@ -108,6 +109,7 @@ class Shard:
         self.tokenizer: str | None = manifest["tokenizer"]
         self.dtype = token_dtype(manifest["vocab_size"])
         self.fingerprint = _fingerprint(manifest)
+        self._number = next(_numbers)
         self._checked = np.zeros(len(checksums), dtype=bool)  # stays False where bytes may be fetched anew
 
     def documents(self) -> Iterator[dict[str, Any]]:
@@ -116,21 +118,26 @@ class Shard:
         Raises:
             DataError: at the end, where the lines are not those that were written.
         """
-        facts, digest, rest = self.manifest["files"]["documents.jsonl"], hashlib.sha256(), b""
+        facts, digest, rest, count = self.manifest["files"]["documents.jsonl"], hashlib.sha256(), b"", 0
         for data in read_portions(self.storage, "documents.jsonl", facts["bytes"]):
             digest.update(data)
             *lines, rest = (rest + data).split(b"\n")
             for line in lines:
-                yield self._entry(line)
+                entry, count = _entry(line), count + 1
+                if entry is None:
+                    self.storage.forget("documents.jsonl", 0, facts["bytes"])
+                    raise DataError(
+                        f"{self.where}/documents.jsonl is corrupt, line {count} does not tell name, tokens and bytes "
+                        f"of a document: {self.storage.heal}"
+                    )
+                yield entry
         if rest or digest.hexdigest() != facts["sha256"]:
             self.storage.forget("documents.jsonl", 0, facts["bytes"])
             raise _corrupt(self.storage, "documents.jsonl")
-
-    def _entry(self, line: bytes) -> dict[str, Any]:
-        try:
-            return json.loads(line)
-        except ValueError:
-            raise _corrupt(self.storage, "documents.jsonl") from None
+        if count != self.num_documents:
+            raise DataError(
+                f"{self.where}/documents.jsonl tells {count} documents of {self.num_documents}: {self.storage.heal}"
+            )
 
     def digests(self) -> np.ndarray:
         """uint64 [num_documents, 2], of the documents' text."""
@@ -147,7 +154,7 @@ class Shard:
         """
         assert 0 <= start <= stop <= self.num_tokens, f"tokens {start} to {stop} of {self.num_tokens}"
         kept, block, head = _kept
-        if kept is self._checked and block == start // BLOCK_TOKENS:
+        if kept == self._number and block == start // BLOCK_TOKENS:
             origin = block * BLOCK_TOKENS
             head = head[start - origin : stop - origin]
         else:
@@ -161,7 +168,7 @@ class Shard:
         keep = not self._checked[last - 1]
         tokens = self._fetch(low, high)
         if keep:
-            _keep(self._checked, last - 1, tokens[max(0, (last - 1) * BLOCK_TOKENS - low) :])
+            _keep(self._number, last - 1, tokens[max(0, (last - 1) * BLOCK_TOKENS - low) :])
         tail = tokens[begin - low : stop - low]
         return np.concatenate([head, tail]) if len(head) else tail
 
@@ -180,7 +187,7 @@ class Shard:
             self.storage.forget("tokens.bin", low * size, high * size)
         raise DataError(
             f"{self.where}/tokens.bin is corrupt, tokens from {bad * BLOCK_TOKENS} on do not have their checksum: "
-            f"{self.storage.heal_damage}"
+            f"{self.storage.heal}"
         )
 
     def _bad_block(self, low: int, tokens: np.ndarray) -> int | None:
@@ -195,10 +202,11 @@ class Shard:
 
 
 # The block read whole last, in this process: of which shard, which one, its tokens. Replaced as one, so without lock.
-_kept: tuple[np.ndarray | None, int, np.ndarray] = None, -1, np.zeros(0, dtype="<u2")
+_kept: tuple[int, int, np.ndarray] = -1, -1, np.zeros(0, dtype="<u2")
+_numbers = itertools.count()  # one for each shard that is opened
 
 
-def _keep(shard: np.ndarray, block: int, tokens: np.ndarray) -> None:
+def _keep(shard: int, block: int, tokens: np.ndarray) -> None:
     global _kept
     _kept = shard, block, tokens.copy()
 
@@ -213,19 +221,19 @@ def open_shard(folder: Path | str | Storage) -> Shard:
     where, manifest = storage.where, read_manifest(storage)
     files, num_tokens = manifest["files"], manifest["num_tokens"]
     for name in files if storage.steady else ["tokens.bin"]:  # elsewhere each is a request
-        _check_size(storage, name, files)
+        check_size(storage, name, files)
     dtype = token_dtype(manifest["vocab_size"])
     if manifest["dtype"] != dtype.name:
         raise DataError(
             f"{where}/manifest.json says dtype {manifest['dtype']}, but a vocabulary of "
-            f"{manifest['vocab_size']} pieces is stored as {dtype.name}: {storage.heal_damage}"
+            f"{manifest['vocab_size']} pieces is stored as {dtype.name}: {storage.heal}"
         )
     if files["tokens.bin"]["bytes"] != num_tokens * dtype.itemsize:
-        raise DataError(f"{where}/tokens.bin does not hold {num_tokens} tokens of {dtype.name}: {storage.heal_damage}")
+        raise DataError(f"{where}/tokens.bin does not hold {num_tokens} tokens of {dtype.name}: {storage.heal}")
     offsets = _array(storage, "documents.npy", files, "<i8", (manifest["num_documents"] + 1,))
     checksums = _array(storage, "crc.npy", files, "<u4", (-(-num_tokens // BLOCK_TOKENS),))
     if offsets[0] != 0 or offsets[-1] != num_tokens or (np.diff(offsets) <= 0).any():
-        raise DataError(f"{where}/documents.npy does not fit its manifest: {storage.heal_damage}")
+        raise DataError(f"{where}/documents.npy does not fit its manifest: {storage.heal}")
     return Shard(storage, manifest, offsets, checksums)
 
 
@@ -252,17 +260,17 @@ def read_manifest(storage: Storage) -> dict[str, Any]:
     path, data = f"{storage.where}/manifest.json", read_whole(storage, "manifest.json")
     if data is None:
         raise DataError(f"{storage.where} holds no prepared data (no manifest.json): {storage.heal}")
-    storage.pin(sha256(data))
     manifest = parse_json(storage, data)
     check_format(storage, manifest)
     wrong = [key for key, kind in _KEYS.items() if type(manifest.get(key)) is not kind]
-    wrong += [key for key, kind in _KEYS.items() if kind is int and key not in wrong and manifest[key] < 0]
+    wrong += [key for key, kind in _KEYS.items() if kind is int and key not in wrong and not _is_count(manifest[key])]
     files = manifest["files"] if "files" not in wrong else {}
     wrong += [name for name in PARTS if name not in files]
     wrong += [name for name, facts in files.items() if not _is_file(name, facts)]
     if wrong or manifest["block_tokens"] != BLOCK_TOKENS:
         found = f"no valid {wrong[0]}" if wrong else f"block_tokens {manifest['block_tokens']}, not {BLOCK_TOKENS}"
-        raise DataError(f"{path} has {found}: {storage.heal_damage}")
+        raise DataError(f"{path} has {found}: {storage.heal}")
+    storage.pin(sha256(data), {name: facts["bytes"] for name, facts in files.items()})
     return manifest
 
 
@@ -271,7 +279,7 @@ def check_format(storage: Storage, manifest: Any) -> None:
     found = manifest.get("format") if isinstance(manifest, dict) else manifest
     if not isinstance(manifest, dict) or found != FORMAT:
         raise DataError(
-            f"{storage.where}/manifest.json has format {found!r}, this version reads {FORMAT}: {storage.heal_damage}"
+            f"{storage.where}/manifest.json has format {found!r}, this version reads {FORMAT}: {storage.heal}"
         )
 
 
@@ -280,12 +288,27 @@ def parse_json(storage: Storage, data: bytes) -> Any:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{storage.where}/manifest.json is not JSON ({error}): {storage.heal_damage}") from None
+        raise DataError(f"{storage.where}/manifest.json is not JSON ({error}): {storage.heal}") from None
 
 
 def _is_file(name: str, facts: Any) -> bool:
-    fits = isinstance(facts, dict) and type(facts.get("bytes")) is int and isinstance(facts.get("sha256"), str)
-    return fits and "/" not in name and facts["bytes"] >= 0
+    fits = isinstance(facts, dict) and _is_count(facts.get("bytes")) and isinstance(facts.get("sha256"), str)
+    return fits and "/" not in name
+
+
+def _is_count(value: Any) -> bool:
+    """Of tokens, bytes or documents, as int64 holds it."""
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _entry(line: bytes) -> dict[str, Any] | None:
+    """What a line of documents.jsonl tells; None where it lacks what each of them has."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    told = isinstance(entry, dict) and isinstance(entry.get("name"), str)
+    return entry if told and _is_count(entry.get("tokens")) and _is_count(entry.get("bytes")) else None
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:
@@ -295,7 +318,8 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
     return sha256(" ".join([*parts, str(manifest["vocab_size"])]).encode())[:16]
 
 
-def _check_size(storage: Storage, name: str, files: dict[str, Any]) -> None:
+def check_size(storage: Storage, name: str, files: dict[str, Any]) -> None:
+    """Compares the size of a file with the one in `files` of its manifest; DataError."""
     found, expected = storage.size(name), files[name]["bytes"]
     if found != expected:
         state = "is missing" if found is None else f"has {found} bytes"
@@ -304,7 +328,6 @@ def _check_size(storage: Storage, name: str, files: dict[str, Any]) -> None:
 
 def _array(storage: Storage, name: str, files: dict[str, Any], dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """The array of a .npy file, whose bytes have the manifest's hash and which is the one expected."""
-    _check_size(storage, name, files)
     for _ in range(1 if storage.steady else 2):
         data = bytearray(files[name]["bytes"])
         storage.read_into(name, 0, memoryview(data))
@@ -317,15 +340,15 @@ def _array(storage: Storage, name: str, files: dict[str, Any], dtype: str, shape
     start = 10 + int.from_bytes(data[8:10], "little")
     told = {"descr": dtype, "fortran_order": False, "shape": shape}
     if data[:8] != b"\x93NUMPY\x01\x00" or data[10:start].decode("latin-1").replace(", }", "}").strip() != str(told):
-        raise DataError(f"{storage.where}/{name} is no array {dtype} of {list(shape)}: {storage.heal_damage}")
+        raise DataError(f"{storage.where}/{name} is no array {dtype} of {list(shape)}: {storage.heal}")
     if len(data) - start != np.dtype(dtype).itemsize * math.prod(shape):
-        raise DataError(f"{storage.where}/{name} does not hold {list(shape)} numbers: {storage.heal_damage}")
+        raise DataError(f"{storage.where}/{name} does not hold {list(shape)} numbers: {storage.heal}")
     return np.frombuffer(data, dtype, offset=start).reshape(shape)
 
 
 def _corrupt(storage: Storage, name: str) -> DataError:
     return DataError(
-        f"{storage.where}/{name} is corrupt, it does not have the hash that its manifest says: {storage.heal_damage}"
+        f"{storage.where}/{name} is corrupt, it does not have the hash that its manifest says: {storage.heal}"
     )
 
 

@@ -142,7 +142,7 @@ class Loader:
     def _work(self) -> None:
         try:
             for step in range(self._num_steps):
-                documents = cache(self._documents)  # dealing and building ask for the same ones
+                documents = cache(self._sequences.documents)  # dealing and building ask for the same ones
                 dealt = sequences_of_step(
                     documents, self._first_sequence + step * self._per_step, self._cost, **self._sizes
                 )
@@ -154,10 +154,6 @@ class Loader:
             BaseException
         ) as error:  # whatever it is, it belongs to the consumer: a thread that dies alone hangs the run
             self._ready.put(error)
-
-    def _documents(self, n: int) -> tuple[int, ...]:
-        end = self._sequences.num_sequences
-        return self._sequences.documents(n) if end is None or n < end else ()
 
     def _build(self, numbers: Sequence[int], documents_of: Callable[[int], tuple[int, ...]]) -> Batch:
         documents = [documents_of(n) for n in numbers]

@@ -82,6 +82,7 @@ def open_megatron(storage: Storage, prefix: str, limit: int | None = None) -> Me
     """Opens PREFIX.bin and PREFIX.idx in a folder.
 
     Args:
+        storage: the folder; it is pinned to this pair, so that another pair in it needs one of its own.
         limit: the model's vocabulary: ids must be below it.
 
     Raises:
@@ -91,7 +92,6 @@ def open_megatron(storage: Storage, prefix: str, limit: int | None = None) -> Me
     size, data = storage.size(f"{prefix}.bin"), read_whole(storage, f"{prefix}.idx")
     if data is None or size is None:
         raise DataError(f"{storage.where}/{prefix}.{'idx' if data is None else 'bin'} is missing: copy both files")
-    storage.pin(sha256(f"{size} {sha256(data)}".encode()))
     stored, lengths, pointers, documents = parse_index(path, data)
     ends = np.cumsum(lengths, dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
@@ -105,7 +105,9 @@ def open_megatron(storage: Storage, prefix: str, limit: int | None = None) -> Me
     if documents[0] != 0 or documents[-1] != len(lengths) or (np.diff(documents) < 0).any():
         raise DataError(f"{path} has a document index that does not fit its {len(lengths)} sequences: copy it again")
     bounds = np.concatenate([[0], ends])[documents]
-    return Megatron(storage, prefix, stored, bounds, _fingerprint(storage, f"{prefix}.bin", size, data), limit)
+    fingerprint = _fingerprint(storage, f"{prefix}.bin", size, data)  # of what lies there now, in no cache yet
+    storage.pin(fingerprint, {f"{prefix}.bin": size})
+    return Megatron(storage, prefix, stored, bounds, fingerprint, limit)
 
 
 def parse_index(path: str, data: bytes) -> tuple[np.dtype, np.ndarray, np.ndarray, np.ndarray]:

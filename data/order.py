@@ -21,7 +21,9 @@ class Epochs:
 
     Attributes:
         num_tokens: of one epoch, copies included; lengths: of its items, in no order of an epoch; int64.
-        pieces: epoch -> its documents, whole, in order. Two epochs are kept: a sequence may lie in both.
+        kept: epoch -> the same as `pieces`. Two epochs are kept: a sequence may lie in both.
+        num_dealt: (sequence length, short) -> sequences that an epoch is dealt to, which is the same for all epochs:
+            what `data.packing` has found so far.
     """
 
     def __init__(self, lengths: np.ndarray, seed: int | None, upweight: Sequence[tuple[int, int]] = ()) -> None:
@@ -33,15 +35,17 @@ class Epochs:
         self._items = np.concatenate([np.flatnonzero(times > copy) + copy * len(lengths) for copy in copies])
         self.lengths = lengths[self._items % len(lengths)]
         self.num_tokens = int(self.lengths.sum())
-        self.pieces = lru_cache(maxsize=2)(self._pieces)
+        self.kept = lru_cache(maxsize=2)(self.pieces)
+        self.num_dealt: dict[tuple[int, str], int] = {}
+
+    def pieces(self, epoch: int) -> Pieces:
+        """The documents of an epoch, whole, in order."""
+        order = self._order(epoch, self._items)
+        return Pieces(self._items[order], np.zeros_like(self.lengths), self.lengths[order])
 
     def ordered(self, epoch: int, pieces: Pieces) -> Pieces:
         """The pieces in the order that this epoch has their items in."""
         return pieces[self._order(epoch, pieces.item)]
-
-    def _pieces(self, epoch: int) -> Pieces:
-        order = self._order(epoch, self._items)
-        return Pieces(self._items[order], np.zeros_like(self.lengths), self.lengths[order])
 
     def _order(self, epoch: int, items: np.ndarray) -> np.ndarray | slice:
         return slice(None) if self.seed is None else np.argsort(keys(self.seed, epoch, items), kind="stable")

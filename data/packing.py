@@ -2,11 +2,14 @@
 
 A *lane* is the sequences of one source at one sequence length, each found at once by its number. `follow` gives the
 lane at another length that begins where this one has come to: no token is lost, and none comes twice.
+
+Whole epochs are dealt only where one of their sequences is asked for, and only the last two are kept.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, lru_cache
+from functools import lru_cache, partial
 from typing import Protocol, Self
 
 import numpy as np
@@ -22,14 +25,17 @@ class Lane(Protocol):
     def fill(self) -> Fraction:
         """Share of an epoch's sequences that is not padding."""
 
+    @property
+    def per_epoch(self) -> Fraction:
+        """Sequences of a whole epoch."""
+
     def sequence(self, index: int) -> Pieces:
         """The pieces of a sequence, T tokens or less; the rest of it is padding."""
 
-    def epoch(self, index: int) -> int:
-        """The epoch in which a sequence begins."""
-
     def follow(self, index: int, sequence_length: int) -> Self:
-        """The lane of another length that goes on before sequence `index` of this one."""
+        """The lane of another length that goes on before sequence `index` of this one, which lets go what it keeps:
+        it may be read again, from scratch.
+        """
 
 
 class Line:
@@ -46,6 +52,10 @@ class Line:
     def __init__(self, epochs: Epochs, sequence_length: int, start: int = 0, end: int | None = None) -> None:
         self._epochs, self._length, self._start, self._end = epochs, sequence_length, start, end
 
+    @property
+    def per_epoch(self) -> Fraction:
+        return Fraction(self._epochs.num_tokens, self._length)
+
     def sequence(self, index: int) -> Pieces:
         first = self._start + index * self._length
         last = first + self._length if self._end is None else min(first + self._length, self._end)
@@ -53,12 +63,9 @@ class Line:
         while first < last:
             epoch, begin = divmod(first, self._epochs.num_tokens)
             stop = min(begin + last - first, self._epochs.num_tokens)
-            parts.append(self._epochs.pieces(epoch).part(begin, stop))
+            parts.append(self._epochs.kept(epoch).part(begin, stop))
             first += stop - begin
         return joined(parts)
-
-    def epoch(self, index: int) -> int:
-        return (self._start + index * self._length) // self._epochs.num_tokens
 
     def follow(self, index: int, sequence_length: int) -> "Line":
         return Line(self._epochs, sequence_length, self._start + index * self._length)
@@ -84,45 +91,57 @@ class Bins:
     ) -> None:
         self._epochs, self._length, self._long, self._short = epochs, sequence_length, long, short
         self._epoch, self._first_whole = epoch, epoch + (rest is not None)
-        self._rest = None if rest is None else self._deal(epoch, rest)
+        deal_part = partial(deal, sequence_length=sequence_length, long=long, short=short, seed=epochs.seed)
+        self._rest = None if rest is None else deal_part(rest, epoch=epoch)
         self._num_rest = 0 if self._rest is None else len(self._rest)
-        self._whole = lru_cache(maxsize=2)(lambda epoch: self._deal(epoch, epochs.pieces(epoch)))
 
-    @cached_property
+        def whole(epoch: int) -> Dealt:  # knows no `self`: a lane in a circle with what it keeps would go late
+            dealt = deal_part(epochs.pieces(epoch), epoch=epoch)
+            epochs.num_dealt[sequence_length, short] = len(dealt)
+            return dealt
+
+        self._whole = lru_cache(maxsize=2)(whole)
+
+    @property
     def _num_whole(self) -> int:
-        """Sequences of each whole epoch: found without its order, so that no epoch is dealt but for its own sake."""
-        return count(self._epochs.lengths, self._length, self._short)
+        """Sequences of each whole epoch. Where none has been dealt they are counted, which takes no order."""
+        found, key = self._epochs.num_dealt, (self._length, self._short)
+        if key not in found:
+            found[key] = count(self._epochs.lengths, *key)
+        return found[key]
 
     @property
     def fill(self) -> Fraction:
         return Fraction(self._epochs.num_tokens, self._num_whole * self._length)
 
+    @property
+    def per_epoch(self) -> Fraction:
+        return Fraction(self._num_whole)
+
     def sequence(self, index: int) -> Pieces:
         epoch, at = self._find(index)
         return self._dealt(epoch).sequence(at)
-
-    def epoch(self, index: int) -> int:
-        return self._find(index)[0]
 
     def follow(self, index: int, sequence_length: int) -> "Bins":
         epoch, at = self._find(index)
         rest = None
         if epoch < self._first_whole or at:
             rest = self._epochs.ordered(epoch, self._dealt(epoch).after(at).merged())
+        self._whole.cache_clear()
         return Bins(self._epochs, sequence_length, long=self._long, short=self._short, epoch=epoch, rest=rest)
 
     def _find(self, index: int) -> tuple[int, int]:
         """The epoch of a sequence, and its number in what this lane has of that epoch."""
         if index < self._num_rest:
             return self._epoch, index
-        epochs, at = divmod(index - self._num_rest, self._num_whole)
+        index -= self._num_rest
+        if index * self._length < self._epochs.num_tokens:  # no epoch has fewer: nothing need be counted
+            return self._first_whole, index
+        epochs, at = divmod(index, self._num_whole)
         return self._first_whole + epochs, at
 
     def _dealt(self, epoch: int) -> "Dealt":
         return self._rest if self._rest is not None and epoch == self._epoch else self._whole(epoch)
-
-    def _deal(self, epoch: int, pieces: Pieces) -> "Dealt":
-        return deal(pieces, self._length, long=self._long, short=self._short, seed=self._epochs.seed, epoch=epoch)
 
 
 @dataclass(frozen=True)
@@ -136,7 +155,8 @@ class Dealt:
         return len(self.bounds) - 1
 
     def sequence(self, index: int) -> Pieces:
-        return self.pieces[self.bounds[index] : self.bounds[index + 1]]
+        at = np.arange(self.bounds[index], self.bounds[index + 1])
+        return self.pieces[at]  # a copy: a view would keep the whole epoch
 
     def after(self, index: int) -> Pieces:
         """All pieces from this sequence on."""
@@ -175,7 +195,7 @@ def count(lengths: np.ndarray, sequence_length: int, short: str) -> int:
     """The number of sequences that pieces of these lengths are dealt to, in whatever order they come."""
     tails = lengths % sequence_length
     if short == "fit":
-        shared = int(best_fit(tails[tails > 0], sequence_length).max(initial=-1)) + 1
+        shared = _fitted(*_by_size(tails[tails > 0]), sequence_length)[1]
     else:
         shared = -(-int(tails.sum()) // sequence_length)
     return int((lengths // sequence_length).sum()) + shared
@@ -190,9 +210,24 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
     Equal lengths are placed together: the fullest bins that have room for one take as many as they can.
     """
     order = np.argsort(-lengths, kind="stable")
-    sizes, counts = np.unique(-lengths, return_counts=True)
+    runs, _ = _fitted(*_by_size(lengths), room)
+    firsts, numbers, each = np.array(runs, np.int64).reshape(-1, 3).T
+    run, at = several(numbers)
+    chosen = np.empty(len(lengths), np.int64)
+    chosen[order] = np.repeat(firsts[run] + at, each[run])
+    return chosen
+
+
+def _by_size(lengths: np.ndarray) -> tuple[list[int], list[int]]:
+    """The lengths that occur, longest first, and how often each does."""
+    sizes, counts = np.unique(lengths, return_counts=True)
+    return sizes[::-1].tolist(), counts[::-1].tolist()
+
+
+def _fitted(sizes: Sequence[int], counts: Sequence[int], room: int) -> tuple[list[tuple[int, int, int]], int]:
+    """(first bin, bins, lengths in each) for the lengths in turn, longest first; and the number of all bins."""
     runs, bins, num_bins = [], _Bins(room), 0
-    for size, count in zip((-sizes).tolist(), counts.tolist(), strict=True):
+    for size, count in zip(sizes, counts, strict=True):
         while count:
             free, first, number = bins.take(size) or (room, num_bins, -(-count // (room // size)))
             num_bins = max(num_bins, first + number)
@@ -206,11 +241,7 @@ def best_fit(lengths: np.ndarray, room: int) -> np.ndarray:
                 bins.put(free - count * size, first + filled, 1)
                 count, over = 0, 1
             bins.put(free, first + filled + over, number - filled - over)
-    firsts, numbers, each = np.array(runs, np.int64).reshape(-1, 3).T
-    run, at = several(numbers)
-    chosen = np.empty(len(lengths), np.int64)
-    chosen[order] = np.repeat(firsts[run] + at, each[run])
-    return chosen
+    return runs, num_bins
 
 
 WORD = 1024  # bits

@@ -35,11 +35,11 @@ class Stretch:
 
 class Sequences(Protocol):
     """What is trained or validated on. A sequence is `documents(n)` end to end; the rest of its T tokens is padding,
-    and is not read.
+    and is not read. Any n may be asked for: beyond the end of finite ones there is nothing but padding.
     """
 
     sequence_length: int  # T
-    num_sequences: int | None  # None = without end; those beyond the last one are empty
+    num_sequences: int | None  # None = without end
 
     def documents(self, n: int) -> tuple[int, ...]:
         """Lengths of the stretches of documents in sequence n: T in all, or less."""
@@ -79,10 +79,18 @@ class Interleaved:
         positions: str,
     ) -> None:
         self.sequence_length, self.num_sequences = sequence_length, num_sequences
-        self.lanes, self.turns = lanes, turns
+        self.lanes = lanes
         self._names, self._tokens = names, tokens
         self._positions = positions
-        self._sequence = lru_cache(maxsize=8)(self._find)  # a sequence is read in many parts
+
+        def find(n: int) -> tuple[int, Pieces]:  # knows no `self`: in a circle with its cache all of it would go late
+            """The source of sequence n and its pieces."""
+            assert n >= 0, f"sequence {n}"
+            source, index = turns.turn(n)
+            ended = num_sequences is not None and n >= num_sequences
+            return source, NOTHING if ended else lanes[source].sequence(index)
+
+        self._sequence = lru_cache(maxsize=8)(find)  # a sequence is read in many parts
 
     def documents(self, n: int) -> tuple[int, ...]:
         return tuple(self._sequence(n)[1].length.tolist())
@@ -129,13 +137,6 @@ class Interleaved:
         back[:1] += first
         position[0], position[pieces.starts[1:-1]] = first, 1 - back
         return np.cumsum(position, out=position)
-
-    def _find(self, n: int) -> tuple[int, Pieces]:
-        """The source of sequence n and its pieces."""
-        assert n >= 0, f"sequence {n}"
-        source, index = self.turns.turn(n)
-        ended = self.num_sequences is not None and n >= self.num_sequences
-        return source, NOTHING if ended else self.lanes[source].sequence(index)
 
     def _part(self, n: int, start: int, stop: int) -> tuple[int, Pieces]:
         assert 0 <= start <= stop <= self.sequence_length, f"tokens {start} to {stop} of {self.sequence_length}"

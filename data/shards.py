@@ -12,7 +12,7 @@ import numpy as np
 from data.format import Tokens, check_format, check_vocabulary, open_shard, parse_json
 from data.megatron import open_megatron
 from data.remote import Cache, Remote
-from data.storage import HEAL, DataError, Local, Storage, is_url, read_whole, sha256
+from data.storage import DataError, Local, Storage, is_url, read_whole, sha256, without_login
 
 OPENED_AT_ONCE = 8  # shards; at a URL each takes a few requests
 _STRAY = re.compile(r"^[._]|\.(tmp|old|part)$")  # names of no shards: hidden, or not finished
@@ -87,9 +87,9 @@ def open_tokens(path: str | Path, *, vocab_size: int | None = None, cache: Cache
     for part, expected in zip(parts, fingerprints or [], strict=fingerprints is not None):
         if part.fingerprint != expected:
             raise DataError(
-                f"{part.where} is not the shard {expected} that its corpus was made with: {places[0][0].heal_damage}"
+                f"{part.where} is not the shard {expected} that its corpus was made with: {places[0][0].heal}"
             )
-    tokens = parts[0] if len(parts) == 1 else Shards(str(path), parts)
+    tokens = parts[0] if len(parts) == 1 else Shards(without_login(str(path)), parts)
     if vocab_size is not None:
         check_vocabulary(tokens, vocab_size)
     return tokens
@@ -106,28 +106,30 @@ def find(path: str | Path, cache: Cache | None = None) -> tuple[list[Place], lis
         ValueError: where the path is that of a whole corpus.
     """
     folder, name = parent(path)
-    beside = open_storage(folder, cache)
-    listed = _listed(beside, name)
-    storage = open_storage(path, cache)
+    storage, beside = open_storage(path, cache), open_storage(folder, cache)
+    where, listed = storage.where, _listed(beside, name)
     if listed and not storage.steady:  # not every store can list its folders
         return [(storage.below(shard), None) for shard in listed], list(listed.values())
-    if listed is None and storage.size("manifest.json") is not None:
-        _refuse_corpus(storage)
+    manifest = _own_manifest(storage) if listed is None else None
+    if manifest is not None:
+        _refuse_corpus(storage, manifest)
         return [(storage, None)], None
     prefix = re.sub(r"\.(bin|idx)$", "", name)
     if any(beside.size(prefix + end) is not None for end in (".idx", ".bin")):
         return [(beside, prefix)], None
     folders, files = storage.listing()
+    if "documents.npy" in files:  # and not the Megatron pair, tokens.bin and tokens.idx, that a shard is as well
+        raise DataError(f"{where} is a shard that lost its manifest.json, or has another's: {storage.heal}")
     names = natural(name for name in folders if not _STRAY.search(name))
     if listed is not None and names != list(listed):
         raise DataError(
-            f"{path} holds shards {_some(names)}, its corpus was made with {_some(list(listed))}: {storage.heal}"
+            f"{where} holds shards {_some(names)}, its corpus was made with {_some(list(listed))}: {storage.heal}"
         )
     if any(name.endswith(".idx") for name in files):
         ours = {name[:-4] for name in files if name.endswith((".idx", ".bin")) and not _STRAY.search(name)}
-        return [(storage, prefix) for prefix in natural(ours)], None
+        return [(open_storage(path, cache), prefix) for prefix in natural(ours)], None  # each is pinned by itself
     if not names:
-        raise DataError(f"{path} holds no shard and no Megatron pair (.bin and .idx): {storage.heal}")
+        raise DataError(f"{where} holds no shard and no Megatron pair (.bin and .idx): {storage.heal}")
     return [(storage.below(name), None) for name in names], listed and list(listed.values())
 
 
@@ -144,12 +146,27 @@ def corpus_manifest(storage: Storage) -> dict[str, Any] | None:
     Raises:
         DataError: where it is of another version, or no JSON.
     """
-    data = read_whole(storage, "manifest.json")
-    manifest = parse_json(storage, data) if data is not None else None
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("splits"), dict):
+    manifest = _own_manifest(storage)
+    if not _is_corpus(manifest):
         return None
     check_format(storage, manifest)
     return manifest
+
+
+def _own_manifest(storage: Storage) -> Any:
+    """The value of a manifest.json of ours, which says its format; None where there is none, or it is another tool's.
+
+    Raises:
+        DataError: where it is no JSON; also where it ends before it comes to that.
+    """
+    data = read_whole(storage, "manifest.json")
+    if data is None or not (b'"format"' in data or b'{"format"'.startswith(b"".join(data.split()))):
+        return None
+    return parse_json(storage, data)
+
+
+def _is_corpus(manifest: Any) -> bool:
+    return isinstance(manifest, dict) and isinstance(manifest.get("splits"), dict)
 
 
 def parent(path: str | Path) -> tuple[str, str]:
@@ -176,12 +193,12 @@ def _listed(corpus: Storage, split: str) -> dict[str, str] | None:
     try:
         return {str(shard["name"]): str(shard["fingerprint"]) for shard in manifest["splits"][split]["shards"]}
     except (KeyError, TypeError):
-        raise DataError(f"{corpus.where}/manifest.json tells no shards of {split}: {corpus.heal_damage}") from None
+        raise DataError(f"{corpus.where}/manifest.json tells no shards of {split}: {corpus.heal}") from None
 
 
-def _refuse_corpus(storage: Storage) -> None:
-    manifest = corpus_manifest(storage)
-    if manifest is not None:
+def _refuse_corpus(storage: Storage, manifest: Any) -> None:
+    if _is_corpus(manifest):
+        check_format(storage, manifest)
         sides = " or ".join(f"{storage.where}/{split}" for split in manifest["splits"])
         raise ValueError(f"{storage.where} is a whole corpus: give one side of it, {sides}")
 
@@ -195,7 +212,8 @@ def _common(where: str, parts: Sequence[Tokens], what: str) -> Any:
     if len(found) > 1:
         (one, here), (other, there), *_ = found.items()
         raise DataError(
-            f"{where} holds shards of several tokenizers, {what} {one} in {here}, {other} in {there}: {HEAL}"
+            f"{where} holds shards of several tokenizers, {what} {one} in {here}, {other} in {there}: keep in a folder "
+            "those of one tokenizer"
         )
     return next(iter(found))
 

@@ -7,13 +7,13 @@ import re
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Protocol
 
 PORTION_BYTES = 1 << 20
-MOST_OPEN = 256  # files held open for reading; many systems allow 1,024 a process
-HEAL = "run `python -m data.prepare` with this run's data settings"
+MOST_OPEN = 128  # files held open for reading: macOS allows 256 a process, and other things are open too
+HEAL = "run `python -m data.prepare` with this run's data settings, with --force where it finds nothing to do"
 
 
 class DataError(OSError):
@@ -28,15 +28,14 @@ class Storage(Protocol):
     """A folder that is read.
 
     Attributes:
-        where: its path or URL.
+        where: its path or URL, without a password: for messages.
         steady: what was read once reads the same again; False where it may be fetched anew, damage and all.
-        heal, heal_damage: what to do where something is missing, or is there but wrong.
+        heal: what to do where something is missing or wrong.
     """
 
     where: str
     steady: bool
     heal: str
-    heal_damage: str
 
     def below(self, name: str) -> "Storage":
         """The folder `name` in this one, which need not exist."""
@@ -58,8 +57,13 @@ class Storage(Protocol):
         """
         ...
 
-    def pin(self, version: str) -> None:
-        """Says which content this is: what was kept of other content under this name is not used."""
+    def pin(self, version: str, sizes: Mapping[str, int]) -> None:
+        """Says which content this is: what was kept of other content under this name is not used.
+
+        Args:
+            version: names the content.
+            sizes: bytes of files in it, for which `read_into` need not ask. `size` says what is true.
+        """
         ...
 
     def forget(self, name: str, start: int, stop: int) -> None:
@@ -75,7 +79,7 @@ class Local:
     """A folder of this machine; `Storage` says what its methods do."""
 
     steady = True
-    heal, heal_damage = HEAL, f"{HEAL} and --force"
+    heal = HEAL
 
     def __init__(self, folder: Path | str) -> None:
         self.folder = Path(folder).absolute()
@@ -109,7 +113,7 @@ class Local:
                 raise DataError(f"{path} ends at byte {start + done}, before {start + len(buffer)}: {HEAL}")
             done += count
 
-    def pin(self, version: str) -> None:
+    def pin(self, version: str, sizes: Mapping[str, int]) -> None:
         pass
 
     def forget(self, name: str, start: int, stop: int) -> None:
@@ -175,3 +179,8 @@ def is_url(path: Path | str) -> bool:
     return (
         isinstance(path, str) and re.match(r"([A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
     )
+
+
+def without_login(text: str) -> str:
+    """URLs without name and password, for messages. What stands before an @ elsewhere, as in abfs, is no secret."""
+    return re.sub(r"(?<=tp://|ps://)[^/\s]*@|(?<=://)[^/\s]*:[^/\s]*@", "", text)

@@ -11,13 +11,12 @@ where a stage of another sequence length begins meanwhile.
 
 import hashlib
 import json
-import re
 import runpy
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ class Stage:
 
     sequence_length: int
     num_sequences: int | None  # None = to the end of the run, in the last stage only
-    label: str = ""  # what else may not change once it has begun: "key=value", as in `context`, without blank or comma
+    label: str = ""  # what else may not change once it has begun, as "key=value" of `context`
 
 
 class TokenStream:
@@ -82,7 +81,6 @@ class TokenStream:
     ) -> None:
         assert sources and sum(source.share for source in sources) == 1, "shares are checked before"
         assert all(stage.num_sequences is not None for stage in stages[:-1]), "only the last stage may have no end"
-        assert all(not stage.label or re.fullmatch("[^ ,=]+=[^ ,]+", stage.label) for stage in stages), "see Stage"
         self.sources, self.stages = list(sources), list(stages)
         self._long, self._short, self._positions = long, short, positions
         check_shares([source.share for source in sources])
@@ -96,60 +94,83 @@ class TokenStream:
         content = [[source.name, source.tokens.fingerprint, str(source.share)] for source in sources]
         self._order = {
             "sources": hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16],
-            "seed": str(seed),
+            "seed": seed,
             "long": long,
             "short": short,
-            "upweight": ",".join(f"{tokens}:{times}" for tokens, times in upweight) or "none",
+            "upweight": [[tokens, times] for tokens, times in upweight],
             "positions": positions,
         }
-        every = self._order | {"stages": ",".join(map(_described, stages))}
+        every = self._order | {"stages": list(map(_listed, stages))}
         self.fingerprint = hashlib.sha256(json.dumps(every).encode()).hexdigest()[:16]
-        self._stage = lru_cache(maxsize=2)(self._open)  # one goes on from where the one before it has come to
+        self._turns = cache(self._find_turns)
+        self._opened: tuple[int, Interleaved] | None = None
 
     def stage(self, number: int) -> Sequences:
-        """The sequences of a stage."""
-        return self._stage(number)
+        """The sequences of a stage. Only the last one asked for is kept; what is kept for those before it, is let go
+        once it goes on from where they have come to.
+        """
+        return self._open(number)
 
     def _open(self, number: int) -> Interleaved:
-        here = self.stages[number]
-        if number:
-            before = self._stage(number - 1)
-            counts = before.turns.counts(self.stages[number - 1].num_sequences)
-            follow = zip(before.lanes, counts, strict=True)
-            lanes = [lane.follow(count, here.sequence_length) for lane, count in follow]
-        else:
-            lanes = [self._lane(epochs, here.sequence_length) for epochs in self._epochs]
-        shares = [source.share for source in self.sources]
-        return Interleaved(
-            [source.name for source in self.sources],
-            [source.tokens for source in self.sources],
-            lanes,
-            Turns(shares if len(shares) == 1 else by_fill(shares, [lane.fill for lane in lanes])),
-            sequence_length=here.sequence_length,
-            num_sequences=here.num_sequences,
-            positions=self._positions,
-        )
+        if self._opened is None or self._opened[0] != number:
+            here = self.stages[number]
+            if number:
+                before = self._open(number - 1).lanes
+                counts = self._turns(number - 1).counts(self.stages[number - 1].num_sequences)
+                lanes = [lane.follow(count, here.sequence_length) for lane, count in zip(before, counts, strict=True)]
+            else:
+                lanes = self._whole_lanes(number)
+            sequences = Interleaved(
+                [source.name for source in self.sources],
+                [source.tokens for source in self.sources],
+                lanes,
+                self._turns(number),
+                sequence_length=here.sequence_length,
+                num_sequences=here.num_sequences,
+                positions=self._positions,
+            )
+            self._opened = number, sequences
+        return self._opened[1]
 
-    def _lane(self, epochs: Epochs, sequence_length: int) -> Lane:
+    def _whole_lanes(self, number: int) -> list[Lane]:
+        """Of each source, at the length of a stage, as if it began with a new epoch. Nothing is dealt for them yet."""
+        length = self.stages[number].sequence_length
         if (self._long, self._short) == ("consecutive", "pack"):
-            return Line(epochs, sequence_length)
-        return Bins(epochs, sequence_length, long=self._long, short=self._short)
+            return [Line(epochs, length) for epochs in self._epochs]
+        return [Bins(epochs, length, long=self._long, short=self._short) for epochs in self._epochs]
+
+    def _find_turns(self, number: int) -> Turns:
+        shares = [source.share for source in self.sources]
+        if len(shares) == 1:
+            return Turns(shares)
+        return Turns(by_fill(shares, [lane.fill for lane in self._whole_lanes(number)]))
 
     def cursor(self, stage: int, sample: int) -> dict[str, Any]:
         """What a checkpoint keeps: the position after `sample` sequences of a stage, for any ranks or batches.
 
-        `epoch` is that of the source that has come furthest, `tokens` is of all stages and counts padding, too.
+        `tokens` is of all stages and counts padding, too.
         """
-        sequences = self._stage(stage)
-        counts = sequences.turns.counts(sample)
         before = sum(each.sequence_length * each.num_sequences for each in self.stages[:stage])
         return {
             "stage": stage,
-            "epoch": max(lane.epoch(count) for lane, count in zip(sequences.lanes, counts, strict=True)),
+            "epoch": self._epoch(stage, sample),
             "sample": sample,
             "tokens": before + sample * self.stages[stage].sequence_length,
-            "fingerprint": " ".join(f"{key}={value}" for key, value in self._consumed(stage, sample).items()),
+            "fingerprint": self._consumed(stage, sample),
         }
+
+    def _epoch(self, stage: int, sample: int) -> int:
+        """That of the source that has come furthest, found by counting: no epoch is dealt for it.
+
+        Where documents are dealt to sequences anew in a later stage, an epoch that stages share takes a few sequences
+        more or less than counted, and this one number comes so much too late or too early.
+        """
+        epochs = [Fraction(0) for _ in self.sources]
+        for number, here in enumerate(self.stages[: stage + 1]):
+            counts = self._turns(number).counts(here.num_sequences if number < stage else sample)
+            for source, lane in enumerate(self._whole_lanes(number)):
+                epochs[source] += counts[source] / lane.per_epoch
+        return int(max(epochs))
 
     def start(self, cursor: dict[str, Any]) -> tuple[int, int]:
         """Stage and sample to go on with after a cursor.
@@ -159,13 +180,13 @@ class TokenStream:
         Raises:
             ValueError: where the cursor is of other data, another order, or other stages up to where it is.
         """
-        if "stage" not in cursor:
+        if not isinstance(cursor.get("fingerprint"), dict):
             raise ValueError(
-                "the checkpoint's position in the data was written by an earlier version of Longhaul, whose order was "
-                "another: start another run with run.name=NAME"
+                "the checkpoint's position in the data was written by an earlier version of Longhaul, in a form that "
+                "is not read any more: start another run with run.name=NAME"
             )
         stage, sample = cursor["stage"], cursor["sample"]
-        self._check_order(dict(word.split("=", 1) for word in cursor["fingerprint"].split(" ")), stage, sample)
+        self._check_order(cursor["fingerprint"], stage, sample)
         end = self.stages[stage].num_sequences if stage < len(self.stages) else 0
         if end is not None and sample > end:
             length = self.stages[stage].sequence_length
@@ -175,15 +196,13 @@ class TokenStream:
             )
         return (stage + 1, 0) if sample == end and stage + 1 < len(self.stages) else (stage, sample)
 
-    def _consumed(self, stage: int, sample: int) -> dict[str, str]:
+    def _consumed(self, stage: int, sample: int) -> dict[str, Any]:
         """All that decides what has been served up to a cursor, and nothing that only decides what comes after it."""
-        parts = [_described(each) for each in self.stages[:stage]]
-        if sample:
-            parts.append(_described(replace(self.stages[stage], num_sequences=None)))
-        return self._order | {"stages": ",".join(parts) or "none"}
+        begun = [replace(self.stages[stage], num_sequences=None)] if sample else []
+        return self._order | {"stages": list(map(_listed, [*self.stages[:stage], *begun]))}
 
-    def _check_order(self, theirs: dict[str, str], stage: int, sample: int) -> None:
-        ours = self._consumed(stage, sample) if stage < len(self.stages) else self._order | {"stages": "fewer"}
+    def _check_order(self, theirs: dict[str, Any], stage: int, sample: int) -> None:
+        ours = self._consumed(stage, sample) if stage < len(self.stages) else self._order | {"stages": None}
         changed = [key for key in self._order if theirs.get(key) != ours[key]]
         if "sources" in changed:
             names = ", ".join(f"{each.name}:{each.share} ({each.tokens.where})" for each in self.sources)
@@ -193,29 +212,35 @@ class TokenStream:
                 "another run with run.name=NAME"
             )
         if changed:
-            keys = [f"{'train' if key == 'seed' else 'data'}.{key}" for key in changed]
-            now = ", ".join(f"{key}={ours[name]}" for key, name in zip(keys, changed, strict=True))
-            then = " ".join(_option(key, theirs[name]) for key, name in zip(keys, changed, strict=True))
+            now, then = (
+                [f"{'train' if key == 'seed' else 'data'}.{key}={_value(side[key])}" for key in changed]
+                for side in (ours, theirs)
+            )
+            order = ["documents come in another order"] if changed != ["positions"] else []
+            positions = ["tokens have other positions"] if "positions" in changed else []
+            use = " ".join(f"'{each}'" if '"' in each else each for each in then)  # as it is typed in a shell
             raise ValueError(
-                f"with {now} documents come in another order than the checkpoint was trained in: use {then}, or start "
-                "another run with run.name=NAME"
+                f"with {', '.join(now)} {' and '.join(order + positions)} than the checkpoint was trained with: use "
+                f"{use}, or start another run with run.name=NAME"
             )
         if theirs["stages"] != ours["stages"]:
             raise ValueError(self._advice(theirs["stages"], stage, sample))
 
-    def _advice(self, consumed: str, stage: int, sample: int) -> str:
+    def _advice(self, consumed: list[list[Any]], stage: int, sample: int) -> str:
         """For stages that were others: all that the checkpoint has been through, and then those of this run."""
-        done = []
-        for part in consumed.split(",") if consumed != "none" else []:
-            length, _, label = part.partition("/")
-            tokens, _, number = length.partition("x")
-            done.append(Stage(int(tokens), int(number or sample), label))
-        context = ",".join(map(_entry, [*done, *(self.stages[stage:] or self.stages[-1:])]))
+        done = [Stage(length, sample if number is None else number, label) for length, number, label in consumed]
         tokens = sum(each.sequence_length * (each.num_sequences or 0) for each in done)
+        trained, coming = _context(done), self.stages[stage:] or self.stages[-1:]
+        present = coming[0]
+        if sample and replace(present, num_sequences=sample) == done[-1]:  # it goes on, and is one stage with it
+            done.pop()
+            if present.num_sequences is not None and present.num_sequences < sample:
+                coming = [replace(present, num_sequences=sample), *coming[1:]]
         lengths = f"data.sequence_length={self.stages[0].sequence_length}" if len(self.stages) == 1 else "context"
         return (
-            f"{lengths} is not what the checkpoint's {tokens} tokens were trained with ({consumed}). Another sequence "
-            f"length begins with a stage of its own: use 'context=[{context}]', or start another run with run.name=NAME"
+            f"{lengths} is not what the checkpoint's {tokens} tokens were trained with ({trained}). Another sequence "
+            f"length begins with a stage of its own: use 'context={_context([*done, *coming])}', or start another run "
+            "with run.name=NAME"
         )
 
     def _check_lengths(self) -> None:
@@ -230,22 +255,27 @@ class TokenStream:
                     )
 
 
-def _option(key: str, value: str) -> str:
-    """As it is typed in a shell."""
-    return f"'{key}=\"{value}\"'" if "," in value else f"{key}={'null' if value == 'none' else value}"
+def _value(value: Any) -> str:
+    """Of an option of the order, as an override has it."""
+    if isinstance(value, list):  # of `upweight`
+        pairs = ",".join(f"{tokens}:{times}" for tokens, times in value) or "null"
+        return f'"{pairs}"' if len(value) > 1 else pairs
+    return str(value)
 
 
-def _described(stage: Stage) -> str:
-    number = "" if stage.num_sequences is None else f"x{stage.num_sequences}"
-    return f"{stage.sequence_length}{number}" + (f"/{stage.label}" if stage.label else "")
+def _listed(stage: Stage) -> list[Any]:
+    """A stage in a fingerprint, which JSON does not change."""
+    return [stage.sequence_length, stage.num_sequences, stage.label]
 
 
-def _entry(stage: Stage) -> str:
-    """A stage as an entry of `context`."""
-    tokens = None if stage.num_sequences is None else stage.sequence_length * stage.num_sequences
-    keys = {"tokens": tokens, "sequence_length": stage.sequence_length}
-    options = keys | dict([stage.label.split("=", 1)] if stage.label else [])
-    return "{" + ",".join(f"{key}:{value}" for key, value in options.items() if value is not None) + "}"
+def _context(stages: Sequence[Stage]) -> str:
+    """Stages as they are given in `context`."""
+    entries = []
+    for stage in stages:
+        tokens = [] if stage.num_sequences is None else [f"tokens:{stage.sequence_length * stage.num_sequences}"]
+        label = [stage.label.replace("=", ":", 1)] if stage.label else []
+        entries.append("{" + ",".join([*tokens, f"sequence_length:{stage.sequence_length}", *label]) + "}")
+    return f"[{','.join(entries)}]"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from data.format import BLOCK_TOKENS, Shard, Tokens, open_shard
+from data.format import BLOCK_TOKENS, Shard, Tokens, check_size, open_shard, read_manifest
 from data.megatron import Megatron, open_megatron
 from data.shards import Shards, corpus_manifest, find, open_storage, open_tokens
 from data.storage import PORTION_BYTES, DataError, Local, Storage, Unreachable, read_portions, read_whole, sha256
@@ -33,8 +33,10 @@ def num_bytes(path: str) -> int:
     for place in [f"{storage.where}/{split}" for split in manifest["splits"]] if manifest else [path]:
         try:
             for folder, prefix in find(place)[0]:
-                names = folder.listing()[1] if prefix is None else [f"{prefix}.bin"]
-                total += sum(folder.size(name) or 0 for name in names if name != "manifest.json")
+                if prefix is None:
+                    total += sum(facts["bytes"] for facts in read_manifest(folder)["files"].values())
+                else:
+                    total += folder.size(f"{prefix}.bin") or 0
         except DataError as error:
             _tell(error)  # then it is one of the problems
     return total
@@ -96,7 +98,13 @@ def load_tokenizer(storage: Storage) -> Tokenizer | None:
                 return load(storage.folder / name)
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / name).write_bytes(read_whole(storage, name) or b"")
-                return load(Path(folder) / name)
+                try:
+                    return load(Path(folder) / name)
+                except DataError as error:  # which names the copy
+                    reason = error.__context__
+                    if isinstance(reason, ImportError):
+                        raise
+                    raise DataError(f"{storage.where}/{name} is no tokenizer ({reason}): {storage.heal}") from None
     return None
 
 
@@ -121,6 +129,7 @@ def _shard(shard: Shard, advance: Advance) -> Iterator[str]:
     block = BLOCK_TOKENS * shard.dtype.itemsize  # which divides a portion
     bad, highest = list[int](), 0
     for name, facts in shard.manifest["files"].items():
+        check_size(shard.storage, name, shard.manifest["files"])
         digest = hashlib.sha256()
         for number, data in enumerate(read_portions(shard.storage, name, facts["bytes"])):
             digest.update(data)
@@ -148,7 +157,7 @@ def _documents(shard: Shard) -> Iterator[str]:
         pairs = ((entry["tokens"], entry["bytes"]) for entry in shard.documents())
         known = np.fromiter(pairs, dtype=np.dtype((np.int64, 2)))
         shard.digests()
-    except (DataError, KeyError, TypeError) as error:
+    except DataError as error:
         yield f"{shard.where} does not tell its documents ({_tell(error)})"
         return
     if not np.array_equal(known[:, 0], np.diff(shard.offsets)):

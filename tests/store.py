@@ -21,12 +21,16 @@ class Store:
         trouble: what goes wrong; may be set at any time.
         sent: bytes of the bodies sent, by path.
         requests: answered or not, by path.
+        logins: what the header Authorization said, of each request that had one.
+
+    Args:
+        unlisted: answered where the list of a folder is asked for, instead of it.
     """
 
-    def __init__(self, folder: Path, *, ranges: bool = True, listing: bool = True) -> None:
+    def __init__(self, folder: Path, *, ranges: bool = True, unlisted: HTTPStatus | None = None) -> None:
         self.trouble: Trouble = lambda path, data: data
-        self.sent, self.requests = Counter[str](), Counter[str]()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, folder, ranges, listing))
+        self.sent, self.requests, self.logins = Counter[str](), Counter[str](), Counter[str]()
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self, folder, ranges, unlisted))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
 
@@ -41,7 +45,7 @@ class Store:
         self._thread.join()
 
 
-def _handler(store: Store, folder: Path, ranges: bool, listing: bool) -> type[SimpleHTTPRequestHandler]:
+def _handler(store: Store, folder: Path, ranges: bool, unlisted: HTTPStatus | None) -> type[SimpleHTTPRequestHandler]:
     class Handler(SimpleHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True  # or each body waits for the other side to confirm the headers
@@ -58,8 +62,8 @@ def _handler(store: Store, folder: Path, ranges: bool, listing: bool) -> type[Si
         def answer(self, head: bool) -> None:
             place = Path(self.translate_path(self.path))
             if place.is_dir():
-                if not listing or head:
-                    self.send_error(HTTPStatus.NOT_FOUND)
+                if unlisted or head:
+                    self.send_error(unlisted or HTTPStatus.NOT_FOUND)
                 elif (page := self.list_directory(place)) is not None:
                     self.wfile.write(page.read())
                 return
@@ -67,10 +71,15 @@ def _handler(store: Store, folder: Path, ranges: bool, listing: bool) -> type[Si
                 self.send_error(HTTPStatus.NOT_FOUND)
                 return
             store.requests[self.path] += 1
+            if "Authorization" in self.headers:
+                store.logins[self.headers["Authorization"]] += 1
             data, status, size = place.read_bytes(), HTTPStatus.OK, place.stat().st_size
             asked = self.headers.get("Range", "")
             if ranges and asked.startswith("bytes="):
                 start, _, stop = asked.removeprefix("bytes=").partition("-")
+                if int(start) >= size:
+                    self.send_error(HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE)
+                    return
                 data, status = data[int(start) : int(stop) + 1], HTTPStatus.PARTIAL_CONTENT
             found = store.trouble(self.path, data)
             if isinstance(found, HTTPStatus):

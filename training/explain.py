@@ -15,7 +15,7 @@ from itertools import accumulate, islice
 from typing import NoReturn
 
 from conf.compose import compose
-from conf.schema import Degrees, TrainConfig, resolve, stages
+from conf.schema import Degrees, TrainConfig, tokens_per_step
 from data.balance import sequences_of_step
 from data.shards import open_storage, parent
 from data.stream import Sequences, Source, TokenStream
@@ -23,7 +23,7 @@ from data.tokenizer import Tokenizer
 from data.verify import load_tokenizer
 from parallel.layout import Chunk
 from parallel.setting import Setting
-from training.corpus import open_corpus, open_stream, sequence_cost
+from training.corpus import Leg, legs, open_corpus, open_stream, sequence_cost
 
 TEXT_TOKENS = 16  # of each stretch, shown by --text
 DONE, CONFIGURATION, INPUT_OUTPUT = 0, 3, 74  # exit codes
@@ -44,7 +44,7 @@ besides overrides, which are those of train.py:
 
 examples:
   python -m data.stream explain step=1 rank=0 experiment=laptop
-  python -m data.stream explain step=300 rank=5 ranks=8 experiment=8b_stages --text
+  python -m data.stream explain step=300 rank=5 experiment=8b_stages --text
 
 exit codes: 0 done, 3 something is refused, 74 data cannot be read
 """
@@ -145,10 +145,12 @@ def held_by(
     Raises:
         ValueError: where the run has no such step or rank.
     """
+    if asked.ranks < 1:
+        raise ValueError(f"ranks={asked.ranks} is no number of ranks: use 1 or more")
     if not 0 <= asked.rank < asked.ranks:
         raise ValueError(f"rank={asked.rank} is none of the {asked.ranks} ranks: use 0 to {asked.ranks - 1}")
-    number, stage, first = find_step(config, asked.step, asked.ranks)
-    degrees, sequences = resolve(stage, asked.ranks), stream.stage(number)
+    leg, first = find_step(config, asked.step, asked.ranks)
+    stage, degrees, sequences = leg.config, leg.degrees, stream.stage(leg.number)
     place, setting, shares = Place.of(asked.rank, degrees), Setting(stage, degrees, asked.node, say), []
     dealt = sequences_of_step(
         sequences.documents,
@@ -165,23 +167,16 @@ def held_by(
         chunks = setting.chunks(choices, place.ring, place.ulysses)
         for n, lengths, mine in zip(numbers, documents, chunks, strict=True):
             shares.append(Share(micro, n, sum(lengths), layout_name, list(find(sequences, n, mine))))
-    return Found(number, place, shares)
+    return Found(leg.number, place, shares)
 
 
-def find_step(config: TrainConfig, step: int, ranks: int) -> tuple[int, TrainConfig, int]:
-    """The stage of a step (from 1), its number first, and the first of the step's sequences in the stage."""
+def find_step(config: TrainConfig, step: int, ranks: int) -> tuple[Leg, int]:
+    """The leg of a step (from 1), and the first of the step's sequences, counted in its stage."""
     if not 1 <= step <= config.train.steps:
         raise ValueError(f"step={step} is none of train.steps={config.train.steps}: use 1 to {config.train.steps}")
-    done = 0
-    for number, stage in enumerate(stages(config)):
-        degrees = resolve(stage, ranks)
-        at_once = degrees.accumulation * degrees.data * stage.train.micro_batch_size
-        tokens = config.context[number].tokens if config.context else None
-        steps = None if tokens is None else int(tokens) // (at_once * int(stage.data.sequence_length))
-        if steps is None or step <= done + steps:
-            return number, stage, (step - 1 - done) * at_once
-        done += steps
-    raise AssertionError("stages that end before train.steps are refused when the stream is opened")
+    leg = next(leg for leg in legs(config, ranks) if step <= leg.step + leg.steps)
+    per_step = tokens_per_step(leg.config, leg.degrees) // int(leg.config.data.sequence_length)
+    return leg, (step - 1 - leg.step) * per_step
 
 
 def find(sequences: Sequences, n: int, chunks: Sequence[Chunk]) -> Iterator[Held]:
@@ -281,7 +276,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         config, asked, with_text = parse(arguments)
         corpus = open_corpus(config)
-        stream = open_stream(config, asked.ranks, corpus)
+        stream = open_stream(config, corpus)
         for line in explain(config, asked, corpus.training, stream, with_text):
             print(line)
         sys.stdout.flush()

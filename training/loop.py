@@ -160,6 +160,7 @@ def train(
         row: dict[str, Any] = {
             "step": progress.step,
             "tokens": progress.tokens,
+            "stage": progress.stage,
             "sequence_length": int(config.data.sequence_length),
             "loss": result.loss,
             "learning_rate": rate,

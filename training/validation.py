@@ -29,19 +29,22 @@ class Validation:
 
     def __call__(self, model: Transformer, device: torch.device) -> dict[str, float]:
         """`validation_loss`: the mean loss of a held-out token, sources weighted by their shares of what is trained on;
-        of several sources, each one's own as `validation_loss/NAME`. Collective over all ranks.
+        of several sources, each one's own as `validation_loss/NAME`. A source none of whose tokens has a next one is
+        left out. Collective over all ranks.
         """
         model.eval()  # cross-entropy alone, without model.z_loss
-        losses = {source.name: self._loss(sequences, model, device) for source, sequences in self._held_out}
+        measured = {source.name: self._loss(sequences, model, device) for source, sequences in self._held_out}
+        losses = {name: loss for name, loss in measured.items() if loss is not None}
         model.train()
         model.reshard()  # no backward follows that would: weights must not stay gathered over an optimizer step
-        mean = sum(float(source.share) * losses[source.name] for source, _ in self._held_out)
-        each = {f"validation_loss/{name}": loss for name, loss in losses.items()} if len(losses) > 1 else {}
+        shares = {source.name: float(source.share) for source, _ in self._held_out if source.name in losses}
+        mean = sum(share * losses[name] for name, share in shares.items()) / (sum(shares.values()) or 1.0)
+        each = {f"validation_loss/{name}": loss for name, loss in losses.items()} if len(self._held_out) > 1 else {}
         return {"validation_loss": mean} | each
 
     @torch.no_grad()
-    def _loss(self, sequences: Sequences, model: Transformer, device: torch.device) -> float:
-        """The mean over one source's held-out tokens, summed in float64."""
+    def _loss(self, sequences: Sequences, model: Transformer, device: torch.device) -> float | None:
+        """The mean over one source's held-out tokens, summed in float64; None where none has a next one."""
         total = torch.zeros(2, dtype=torch.float64, device=device)
         at_once = self._micro_batch_size * self._mesh.data.size
         assert sequences.num_sequences, "held-out sequences have an end, and there are some"
@@ -62,4 +65,4 @@ class Validation:
                 total[0] += model(local.tokens, local.positions, local.plan, local.labels).double()
                 total[1] += batch.valid_tokens
         loss, tokens = all_total(total, self._mesh.gradient.group).tolist()
-        return loss / tokens if tokens else 0.0
+        return loss / tokens if tokens else None

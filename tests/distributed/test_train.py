@@ -173,7 +173,11 @@ STAGED = [
 def staged(workplace) -> Path:
     """Eight steps on two corpora, the last four of them on sequences twice as long."""
     said = succeed(workplace, "run.name=staged", *STAGED)
-    assert "75 % tiny, 2,075 in 6 documents; 25 % short" in said and "stage 1, 4 steps: sequences of 192" in said
+    assert (
+        "; 75 % tiny, 2,075 in 6 documents" in said
+        and "25 % short" in said
+        and "stage 1: 4 of 384 tokens, in sequences of 192" in said
+    )
     return workplace
 
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from http import HTTPStatus
 from pathlib import Path
 
 import numpy as np
@@ -156,9 +157,9 @@ def test_inspect_counts(prepared, capsysbinary):
     assert code == 0 and "origin: here\nlicence: CC0\ndocuments: 4 kept\n" in text
     assert f"{prepared}/train: 2 shards, 3 documents, " in text and "validation: 1 shard, 1 document, " in text
     assert f"text: {sum(len(TEXTS[name].encode()) for name in ('one', 'two', 'ten')):,} bytes" in text
-    assert "longest: two " in text
+    assert "longest: 'two' " in text
     code, out, _ = run(capsysbinary, "inspect", prepared / "train/00001/tokens")
-    assert code == 0 and "longest: tokens:0 " in out.decode()
+    assert code == 0 and "longest: 'tokens:0' " in out.decode()
 
 
 def test_histogram(tmp_path, capsysbinary):
@@ -229,6 +230,71 @@ def test_at_a_url(prepared, capsysbinary):
         store.trouble = lambda path, data: b"\x00" + data[1:] if path.endswith("1/tokens.bin") and data else data
         code, out, _ = run(capsysbinary, "verify", url)
         assert code == 74 and b"00001/tokens.bin is corrupt" in out
+
+
+def test_at_a_url_that_lists_no_folders(prepared, capsysbinary):
+    with Store(prepared.parent, unlisted=HTTPStatus.FORBIDDEN) as store:
+        for place in ("books", "books/train", "books/train/00000"):
+            url = f"{store.url}/{place}"
+            assert run(capsysbinary, "verify", url) == (0, f"{url}: whole\n".encode(), "")
+
+
+def test_files_longer_than_they_should_be_are_told_at_a_url(corpus, capsysbinary):
+    """Although what their manifest tells of is all there."""
+    with open(corpus / "train/00000/documents.jsonl", "ab") as file:
+        file.write(b"x")
+    with Store(corpus.parent) as store:
+        code, out, _ = run(capsysbinary, "verify", f"{store.url}/books")
+    assert code == 74 and b"00000/documents.jsonl has " in out
+
+
+def test_a_damaged_tokenizer_is_told_at_a_url(corpus, capsysbinary):
+    """By its own name, and not that of a copy here; what is there is not prepared anew by a command here."""
+    change(corpus, tokenizer={"file": "tokenizer.model"})
+    (corpus / "tokenizer.model").write_bytes(b"none")
+    with Store(corpus.parent) as store:
+        code, out, _ = run(capsysbinary, "verify", f"{store.url}/books")
+    told = out.decode().splitlines()[0]
+    assert code == 74 and told.startswith(f"{store.url}/books/tokenizer.model is no tokenizer (")
+    assert told.endswith(": copy it there again from where it is whole") and "data.prepare" not in out.decode()
+
+
+def test_passwords_are_not_shown(prepared, capsysbinary):
+    with Store(prepared.parent) as store:
+        url = store.url.replace("://", "://me:hunter2@") + "/books"
+        assert run(capsysbinary, "verify", url) == (0, f"{store.url}/books: whole\n".encode(), "")
+        for arguments in (["inspect", f"{url}/train"], ["cat", url], ["inspect", f"{url}/none"]):
+            _, out, err = run(capsysbinary, *arguments)
+            assert f"{store.url}/books".encode() in out + err.encode() and b"hunter2" not in out + err.encode()
+
+
+@pytest.mark.parametrize("notes", [None, 3, "absent"])
+def test_inspect_without_notes(corpus, capsysbinary, notes):
+    change(corpus, notes=notes)
+    if notes == "absent":
+        path = corpus / "manifest.json"
+        path.write_text(json.dumps({key: value for key, value in change_nothing(corpus).items() if key != "notes"}))
+    code, out, err = run(capsysbinary, "inspect", corpus)
+    assert (code, err) == (0, "") and b"licence: CC0\n" + bytes(corpus) in out
+
+
+def test_names_do_nothing_to_a_terminal(tmp_path, capsysbinary):
+    with ShardWriter(tmp_path / "s", 1000, "pieces") as writer:
+        writer.write(np.array([1, 2]))
+        writer.end_document("evil\x1b]0;title\x07\nname", 2)
+    code, out, _ = run(capsysbinary, "inspect", tmp_path / "s")
+    assert code == 0 and b"\x1b" not in out and rb"longest: 'evil\x1b]0;title\x07\nname' 2" in out
+
+
+@pytest.mark.parametrize("damaged", [True, False])
+def test_verify_whose_reader_stops_reading(corpus, damaged):
+    """The exit code tells what is known by then."""
+    if damaged:
+        os.truncate(corpus / "train/00000/tokens.bin", 2)
+    command = [sys.executable, "-m", "data.format", "verify", str(corpus)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as reader:
+        reader.stdout.close()
+        assert (reader.stderr.read(), reader.wait()) == (b"", 74 if damaged else 0)
 
 
 def test_as_a_command(prepared):

@@ -8,7 +8,7 @@ import pytest
 from conf.compose import compose
 from data.storage import DataError
 from data.writer import ShardWriter
-from training.corpus import held_out, open_corpus, open_stream, plan_stages, require_disjoint, sequence_cost
+from training.corpus import held_out, legs, open_corpus, open_stream, plan_stages, require_disjoint, sequence_cost
 from training.estimate import flops_per_sequence
 
 VOCAB = 50
@@ -57,7 +57,7 @@ def test_a_mixture_has_its_shares(tmp_path):
     mixed = config(tmp_path, "data.mixture='a:0.25,b:3/4'")
     found = open_corpus(mixed)
     assert [(source.name, source.share) for source in found.training] == [("a", Fraction(1, 4)), ("b", Fraction(3, 4))]
-    sequences = open_stream(mixed, 1, found).stage(0)
+    sequences = open_stream(mixed, found).stage(0)
     names = [sequences.stretches(n)[0].source for n in range(400)]
     assert names.count("a") == 100 and names[:200].count("a") == 50
 
@@ -76,7 +76,7 @@ def test_tokens_that_are_there_already(tmp_path):
 
 def test_what_is_missing_or_other_is_named(tmp_path):
     """C068."""
-    with pytest.raises(DataError, match="a/train"):
+    with pytest.raises(DataError, match=r"a/train.*\(data\.name=a\)"):
         open_corpus(config(tmp_path))
     corpus(tmp_path, "a", *A)
     corpus(tmp_path, "other", *B, tokenizer="others")
@@ -87,6 +87,16 @@ def test_what_is_missing_or_other_is_named(tmp_path):
     corpus(tmp_path, "none", A[0], {})
     with pytest.raises(DataError, match="none/validation has no documents"):
         open_corpus(config(tmp_path, "data.name=none"))
+
+
+def test_the_same_tokens_on_both_sides_are_refused(tmp_path):
+    """Also where they have no digests of their text."""
+    path = tmp_path / "tokens"
+    write(path, A[0])
+    (path / "documents.npy").rename(tmp_path / "elsewhere")
+    pair = f"data.path={path}/tokens", f"data.validation_path={path}/tokens"
+    with pytest.raises(ValueError, match="tokens is held out and trained on"):
+        require_disjoint(open_corpus(config(tmp_path, "data=tokens", *pair)))
 
 
 def test_held_out_documents_are_not_trained_on(tmp_path):
@@ -100,27 +110,64 @@ def test_held_out_documents_are_not_trained_on(tmp_path):
         require_disjoint(open_corpus(config(tmp_path, "data.mixture='a:0.5,b:0.5'")))
 
 
-STAGES = "context=[{tokens:64,sequence_length:8},{sequence_length:16,rope_theta:1e6}]"
+STAGES = "context=[{tokens:64,sequence_length:8},{tokens:96,sequence_length:16,rope_theta:1e6},{sequence_length:32}]"
 
 
-def test_stages_in_whole_steps(tmp_path):
-    planned = plan_stages(config(tmp_path, STAGES, "train.global_batch_tokens=32"), 2)
-    assert [(stage.sequence_length, stage.num_sequences) for stage in planned] == [(8, 8), (16, None)]
-    assert planned[0].label != planned[1].label
-    assert [stage.num_sequences for stage in plan_stages(config(tmp_path), 2)] == [None]
+def steps(found):
+    return [(leg.number, leg.step, leg.sample, leg.steps) for leg in found]
+
+
+def test_stages_in_sequences(tmp_path):
+    planned = plan_stages(config(tmp_path, STAGES))
+    assert [(stage.sequence_length, stage.num_sequences) for stage in planned] == [(8, 8), (16, 6), (32, None)]
+    assert planned[0].label == planned[2].label != planned[1].label
+    assert [stage.num_sequences for stage in plan_stages(config(tmp_path))] == [None]
+    with pytest.raises(ValueError, match=r"context\.0\.tokens=60 is not .* sequences of 8 tokens: use 56 or 64"):
+        plan_stages(config(tmp_path, "context=[{tokens:60,sequence_length:8}]"))
+
+
+def test_legs_of_a_run(tmp_path):
+    """From where it stands to train.steps, whatever the batch was before."""
+    whole = config(tmp_path, STAGES, "train.global_batch_tokens=32", "train.steps=9")
+    assert steps(legs(whole, 1)) == [(0, 0, 0, 2), (1, 2, 0, 3), (2, 5, 0, 4)]
+    assert steps(legs(whole, 1, step=3, stage=1, sample=2)) == [(1, 3, 2, 2), (2, 5, 0, 4)]
+    assert steps(legs(whole, 1, step=2, stage=0, sample=8)) == [(1, 2, 0, 3), (2, 5, 0, 4)]
+    # A smaller batch came before: 7 steps of 8 tokens, and one of them is left.
+    small = config(tmp_path, STAGES, "train.global_batch_tokens=16", "train.steps=20", "parallel.sequence=1")
+    assert steps(legs(config(tmp_path, STAGES, "train.steps=9"), 1, step=7, sample=7)) == [(0, 7, 7, 1), (1, 8, 0, 1)]
+    with pytest.raises(ValueError, match="stage 2 of context, sequences of 32: train.global_batch_tokens=16"):
+        legs(small, 1)
+    assert steps(legs(config(tmp_path), 1, step=90)) == [(0, 90, 0, 10)]
+    assert legs(config(tmp_path), 1, step=100) == []
+
+
+def test_stages_that_are_not_reached_may_be_any(tmp_path):
+    """One stops at a border to go on with other ranks: what lies beyond, or before, need not fit these."""
+    stages = config(tmp_path, STAGES, "train.global_batch_tokens=16", "train.steps=10")
+    assert steps(legs(stages, 1)) == [(0, 0, 0, 4), (1, 4, 0, 6)]
+    assert steps(legs(config(tmp_path, STAGES, "train.steps=12"), 3, step=10, stage=2)) == [(2, 10, 0, 2)]
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("overrides", "options", "message"),
     [
-        ((STAGES, "train.global_batch_tokens=48"), r"context\.0\.tokens=64 .* steps of 48 tokens: use 48 or 96"),
-        (("context=[{tokens:64,sequence_length:8}]",), r"after 4 steps, before train\.steps=100: use train\.steps=4"),
-        ((STAGES, "train.global_batch_tokens=24"), "train.global_batch_tokens=24 is not a multiple"),
+        ((STAGES, "train.global_batch_tokens=48"), {}, r"\.0\.tokens=64 is not .* steps of 48 tokens: use 48 or 96"),
+        (
+            (STAGES, "train.global_batch_tokens=48"),
+            {"step": 1, "sample": 1},
+            r"\.0\.tokens=64; 8 of them are done, the rest is not .* of 48 tokens: use 56 or 104",
+        ),
+        ((STAGES, "train.global_batch_tokens=20"), {}, "stage 0 of context, sequences of 8: .*=20 is not a multiple"),
+        (
+            ("context=[{tokens:64,sequence_length:8}]",),
+            {},
+            r"after 8 steps, before train\.steps=100: use train.steps=8",
+        ),
     ],
 )
-def test_stages_that_cannot_be(tmp_path, overrides, message):
+def test_stages_that_cannot_be(tmp_path, overrides, options, message):
     with pytest.raises(ValueError, match=message):
-        plan_stages(config(tmp_path, *overrides), 2)
+        legs(config(tmp_path, *overrides), 1, **options)
 
 
 def test_cost_of_a_sequence_is_its_flops(tmp_path):

@@ -4,6 +4,8 @@ import gc
 import hashlib
 import json
 import os
+import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -138,6 +140,7 @@ def test_missing_parts_are_named(tmp_path, spoil, message):
         ("num_tokens", 5),
         ("num_documents", 1),
         ("num_documents", -1),
+        ("num_bytes", 1 << 63),
         ("vocab_size", "1000"),
         ("vocab_size", 70_000),
         ("num_bytes", None),
@@ -166,6 +169,38 @@ def test_a_flipped_byte_is_found_in_each_file(tmp_path, name):
         shard = open_shard(folder)
         shard.digests()
         list(shard.documents())
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "null",
+        "[" * 100_000,
+        '{"tokens": 2, "bytes": 2}',
+        '{"name": 7, "tokens": 2, "bytes": 2}',
+        '{"name": "a", "tokens": "2", "bytes": 2}',
+        '{"name": "a", "tokens": NaN, "bytes": 2}',
+        '{"name": "a", "tokens": true, "bytes": 2}',
+        '{"name": "a", "tokens": -2, "bytes": 2}',
+        '{"name": "a", "tokens": 2, "bytes": null}',
+        f'{{"name": "a", "tokens": 2, "bytes": {1 << 63}}}',
+    ],
+)
+def test_a_line_that_tells_no_document(tmp_path, line):
+    """Whatever JSON it is, and although the hash of its file is right."""
+    folder = write(tmp_path / "s", [[1, 2]])
+    (folder / "documents.jsonl").write_text(line + "\n")
+    describe_anew(folder)
+    with pytest.raises(DataError, match=r"s/documents\.jsonl is corrupt, line 1 does not tell name.*data\.prepare"):
+        list(open_shard(folder).documents())
+
+
+def test_lines_are_as_many_as_documents(tmp_path):
+    folder = write(tmp_path / "s", [[1, 2]])
+    (folder / "documents.jsonl").write_text("")
+    describe_anew(folder)
+    with pytest.raises(DataError, match=r"s/documents\.jsonl tells 0 documents of 1: .*data\.prepare"):
+        list(open_shard(folder).documents())
 
 
 def test_digests_are_those_of_the_text(tmp_path):
@@ -227,6 +262,18 @@ def test_more_shards_than_files_may_be_open(tmp_path, monkeypatch):
     held = [os.readlink(f"/proc/self/fd/{number}") for number in os.listdir("/proc/self/fd") if alive(number)]
     assert not any(str(tmp_path) in path for path in held)
     assert shards[3].read(0, 2).tolist() == [3, 4]
+
+
+def test_many_shards_on_a_system_that_allows_few_open_files(tmp_path):
+    """256 a process, as macOS does."""
+    first = write_documents(tmp_path, [[1, 2]], 10, name="0")
+    shards = [open_shard(shutil.copytree(first, tmp_path / str(n))) for n in range(1, 280)]
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        assert all(shard.read(0, 2).tolist() == [1, 2] for shard in shards)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_shards_that_are_let_go_while_others_are_read(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data import packing
 from data.order import Epochs
 from data.packing import Bins, best_fit, count, deal
 from data.pieces import Pieces, joined, several
@@ -150,7 +151,7 @@ def test_sequences_of_an_epoch_are_shuffled():
     assert orders[0] != orders[1] and sum(b - a == 10 for a, b in zip(orders[0], orders[0][1:], strict=False)) < 10
     consecutive = Bins(epochs, 10, long="consecutive", short="fit")
     assert [int(consecutive.sequence(n).first[0]) for n in range(100)] == list(range(0, 1000, 10))
-    assert (lane.epoch(99), lane.epoch(100)) == (0, 1) and lane.fill == 1
+    assert (lane.per_epoch, lane.fill) == (100, 1)
 
 
 def test_what_is_left_of_an_epoch_keeps_its_order():
@@ -159,7 +160,9 @@ def test_what_is_left_of_an_epoch_keeps_its_order():
     lane = Bins(epochs, 20, long="windows", short="pack").follow(2, 60)
     left = lane.sequence(0).item.tolist()
     assert left == [item for item in epochs.pieces(0).item.tolist() if item in left] != sorted(left)
-    assert (len(left), lane.epoch(0), lane.epoch(1)) == (60, 0, 1)
+    assert len(left) == 60 and sorted(lane.sequence(1).item.tolist() + lane.sequence(2).item.tolist()) == list(
+        range(100)
+    )
     again = lane.follow(0, 30)
     assert sorted(again.sequence(0).item.tolist() + again.sequence(1).item.tolist()) == sorted(left)
 
@@ -173,5 +176,48 @@ def test_whole_epochs_have_as_many_sequences(long, short):
     sizes = {len(deal(epochs.pieces(e), 32, long=long, short=short, seed=0, epoch=e)) for e in range(20)}
     assert len(sizes) == 1
     (size,) = sizes
-    assert [lane.epoch(n) for n in (0, size - 1, size, 5 * size)] == [0, 0, 1, 5]
-    assert lane.fill == Fraction(int(epochs.num_tokens), size * 32)
+    assert (lane.per_epoch, lane.fill) == (size, Fraction(int(epochs.num_tokens), size * 32))
+    for epoch in (0, 1, 5):
+        served = joined([lane.sequence(n) for n in range(epoch * size, (epoch + 1) * size)])
+        assert Counter(tokens(served)) == Counter(tokens(epochs.pieces(epoch)))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """How often whole epochs were ordered, dealt and counted, in turn."""
+    seen = []
+    for name, module in {"deal": packing, "count": packing, "pieces": Epochs}.items():
+        whole = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, _whole=whole, _name=name, **k: seen.append(_name) or _whole(*a, **k)
+        )
+    return seen
+
+
+@pytest.mark.parametrize("long, short", POLICIES)
+def test_an_epoch_is_dealt_once_and_counted_at_most_once(long, short, calls):
+    """With 10⁷ documents each takes seconds."""
+    epochs = Epochs(np.random.default_rng(1).integers(1, 60, 300), 0)
+    lane = Bins(epochs, 32, long=long, short=short)
+    lane.sequence(0)
+    assert lane.per_epoch > 0 and calls == ["pieces", "deal"]
+    lane.sequence(int(lane.per_epoch))
+    assert calls == ["pieces", "deal"] * 2
+    calls.clear()
+    later = Bins(Epochs(epochs.lengths, 0), 32, long=long, short=short)
+    later.sequence(5 * int(lane.per_epoch) + 3)  # as at resume: to find the epoch takes a count, no other epoch
+    assert later.per_epoch == lane.per_epoch and calls == ["count", "pieces", "deal"]
+
+
+@pytest.mark.parametrize("long, short", POLICIES)
+def test_a_lane_lets_go_what_it_keeps_once_another_follows(long, short):
+    """And may be read again."""
+    lane = Bins(Epochs(np.full(100_000, 10), 0), 32, long=long, short=short)
+    tracemalloc.start()
+    before = rows(lane.sequence(7))
+    kept = tracemalloc.get_traced_memory()[0]
+    lane.follow(0, 64)
+    left = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept > 2.4e6 and left < 0.1e6, (kept, left)
+    assert rows(lane.sequence(7)) == before

@@ -65,6 +65,17 @@ def test_the_page_says_what_one_needs_to_know(capsys):
     assert max(map(len, out.splitlines())) < 160
 
 
+def test_of_several_stages_the_longest_that_is_reached(capsys):
+    code, out, _ = run(capsys, "experiment=8b_stages")
+    assert code == 0 and "stage 2: 880 steps, sequences of 1,048,576" in out and "sequences of 1,048,576 a step" in out
+    line = next(line for line in out.splitlines() if line.startswith("planned is"))
+    overrides = [word.strip("'") for word in line.split() if "=" in word]
+    assert overrides[0] == "context=[]" and len(overrides) == 3
+    assert run(capsys, "experiment=8b_stages", *overrides)[1] in out  # what it says to write gives the same plan
+    code, out, _ = run(capsys, "experiment=8b_stages", "parallel.sequence=4", "parallel.data=8", "train.steps=4096")
+    assert code == 0 and "stage 1" not in out and "sequences of 32,768 a step" in out
+
+
 def test_full_says_that_a_forward_ring_more_is_sent(capsys):
     _, out, _ = run(capsys, *SMALL, "train.recompute=full")
     assert "recompute full sends each layer's forward ring once more" in out

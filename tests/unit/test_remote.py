@@ -59,25 +59,25 @@ def test_reads_what_was_written(corpus, tmp_path):
         assert (tokens.digests() == open_tokens(folder / "books" / "train").digests()).all()
 
 
-@pytest.mark.parametrize("listing", [True, False])
-def test_what_lies_at_a_url_is_found(tmp_path, listing):
+@pytest.mark.parametrize("unlisted", [None, HTTPStatus.NOT_FOUND, HTTPStatus.FORBIDDEN])
+def test_what_lies_at_a_url_is_found(tmp_path, unlisted):
     """A shard, a Megatron pair, and shards that a corpus tells of; without that, those that the server lists."""
     at = tmp_path / "at"
     write_corpus(at / "books", {"train": [[[1]], [[2]]]})
     for name in ("10", "9"):
         write_documents(at / "plain", [[int(name)]], 100, name=name)
     write_pair(at / "theirs" / "text_document", [[[7]]])
-    with Store(at, listing=listing) as store:
+    with Store(at, unlisted=unlisted) as store:
         assert open_tokens(f"{store.url}/books/train/").read(0, 2).tolist() == [1, 2]
         assert open_tokens(f"{store.url}/plain/9").read(0, 1).tolist() == [9]
         assert open_tokens(f"{store.url}/theirs/text_document").read(0, 1).tolist() == [7]
-        if listing:
+        if not unlisted:
             assert open_tokens(f"{store.url}/plain").read(0, 2).tolist() == [9, 10]
             assert open_tokens(f"{store.url}/theirs").read(0, 1).tolist() == [7]
         else:
-            with pytest.raises(DataError, match=r"http://\S+/plain is not there, or cannot be listed"):
+            with pytest.raises(DataError, match=r"http://\S+/plain (is not there, or cannot be listed|.*403)"):
                 open_tokens(f"{store.url}/plain")
-        with pytest.raises(DataError, match=r"http://\S+/books/nothing is not there|books/nothing holds no"):
+        with pytest.raises(DataError, match=r"http://\S+/books/nothing (is not there|holds no|.*403)"):
             open_tokens(f"{store.url}/books/nothing")
 
 
@@ -112,7 +112,7 @@ def test_a_server_that_fails_now_and_then(corpus, tmp_path, caplog, trouble):
     ("trouble", "tries", "message"),
     [
         (HTTPStatus.INTERNAL_SERVER_ERROR, remote.TRIES, "tried 8 times .*500"),
-        (HTTPStatus.FORBIDDEN, 1, "refused .*403"),
+        (HTTPStatus.FORBIDDEN, 1, "tried 1 time .*403"),
         (None, remote.TRIES, "tried 8 times"),
     ],
 )
@@ -138,9 +138,87 @@ def test_no_server_at_all():
 
 
 def test_a_server_without_ranges_is_refused(corpus):
-    """It sends the whole file each time: that is said, and not taken for the range that was asked for."""
-    with Store(corpus[0], ranges=False) as store, pytest.raises(DataError, match="does the server know Range"):
-        open_tokens(f"{store.url}/books/train").read(0, 10)
+    """It sends the whole file: that is said, and neither taken for the range that was asked for, nor asked again."""
+    with Store(corpus[0], ranges=False) as store:
+        tokens = open_tokens(f"{store.url}/books/train")
+        store.requests.clear()
+        with pytest.raises(DataError, match=r"1/tokens\.bin cannot be read in parts.*use a server that knows Range"):
+            tokens.read(100, 110)
+        assert store.requests == {"/books/train/00001/tokens.bin": 1}
+
+
+def test_a_mistake_in_a_program_is_not_tried_again(corpus, monkeypatch):
+    """Here, or in the package of a store: it is told at once, and not after a minute."""
+    with Store(corpus[0]) as store:
+        shard = open_tokens(f"{store.url}/books/train/00001")
+        calls = []
+        monkeypatch.setattr(shard.storage._files, "cat_file", lambda *given, **more: calls.append(given) or len(3))
+        with pytest.raises(DataError, match=r"00001/tokens\.bin cannot be read, tried 1 time .TypeError: "):
+            shard.read(0, 10)
+        assert len(calls) == 1
+
+
+def test_requests_at_the_start(corpus, tmp_path):
+    """The manifest tells the sizes of files, and one of them is held against the truth; what is kept is not asked."""
+    folder, _ = corpus
+    with Store(folder) as store:
+        for kept in (0, 1):
+            open_tokens(f"{store.url}/books/train", cache=Cache(tmp_path / "cache", ROOM))
+            expected = {"manifest.json": 2, "tokens.bin": 1, "documents.npy": 1 - kept, "crc.npy": 1 - kept}
+            assert all(store.requests[f"/books/train/00001/{name}"] == number for name, number in expected.items())
+            store.requests.clear()
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_files_that_are_not_as_long_as_their_manifest_says(corpus, tmp_path, cached):
+    """Found at the opening, or where they are read: at once, and as damage, not as a server that fails."""
+    folder, _ = corpus
+    shard = folder / "books" / "train" / "00001"
+    with Store(folder) as store:
+        url = f"{store.url}/books/train"
+        for name, size in {"documents.jsonl": 9, "digests.npy": 0, "crc.npy": 100}.items():
+            data = (shard / name).read_bytes()
+            for cut in (data[:size], None):
+                (shard / name).unlink() if cut is None else (shard / name).write_bytes(cut)
+                store.requests.clear()
+                cache = Cache(tmp_path / f"{name} {cut is None}", ROOM) if cached else None
+                state = "is missing" if cut is None else f"ends at byte {size}, before"
+                with pytest.raises(DataError, match=rf"00001/{name} {state}.*: copy it there again"):
+                    tokens = open_tokens(url, cache=cache)
+                    tokens.digests()
+                    list(tokens.documents())
+                assert store.requests[f"/books/train/00001/{name}"] <= 2
+            (shard / name).write_bytes(data)
+        os.truncate(shard / "tokens.bin", 10)  # also where all else is kept
+        with pytest.raises(DataError, match=r"00001/tokens\.bin has 10 bytes, its manifest expects"):
+            open_tokens(url, cache=cache)
+
+
+def test_passwords_are_not_told(corpus, tmp_path):
+    """The store gets them, also when what was opened is opened by its `where`; messages leave them out."""
+    folder, line = corpus
+    with Store(folder) as store:
+        url = store.url.replace("://", "://me:hunter2@") + "/books/train"
+        tokens = open_tokens(url, cache=Cache(tmp_path / "cache", ROOM))
+        assert (tokens.read(0, 100) == line[:100]).all()
+        assert tokens.where == f"{store.url}/books/train" and tokens.parts[0].where == f"{tokens.where}/00000"
+        before = store.logins.total()
+        open_tokens(tokens.where)
+        assert store.logins.total() > before and len(store.logins) == 1
+        for place, trouble in ((f"{url}/nothing", None), (url, HTTPStatus.FORBIDDEN), (f"{url}?sig=me:hunter2", None)):
+            store.trouble = lambda path, data, trouble=trouble: data if trouble is None else trouble
+            with pytest.raises((DataError, ValueError), match="http://127") as caught:
+                open_tokens(place)
+            assert "hunter2" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"nosuch://b/x is no URL") as caught:
+        open_tokens("nosuch://me:hunter2@b/x")
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("end", ["?sig=abc", "#part", "/a?b"])
+def test_a_url_with_a_query_is_refused(end):
+    with pytest.raises(ValueError, match=r"http://127\.0\.0\.1:9/books(/a)?… goes on with \? or #.*%3F and %23"):
+        open_tokens(f"http://127.0.0.1:9/books{end}")
 
 
 def flip(data):
@@ -215,9 +293,22 @@ def test_other_content_under_the_same_url_is_not_mixed(tmp_path):
             if place.exists():
                 place.rename(tmp_path / "old")
             write_documents(place, [[first, 5]], 100, name="0")
-            write_pair(tmp_path / "at" / "theirs", [[[first, 5], [5] * first]])
+            write_pair(tmp_path / "at" / "theirs", [[[first, 5]]])
             assert open_tokens(f"{store.url}/train/0", cache=cache).read(0, 2).tolist() == [first, 5]
-            assert open_tokens(f"{store.url}/theirs", cache=cache).read(0, 2).tolist() == [first, 5]
+            theirs = open_tokens(f"{store.url}/theirs", cache=cache)
+            assert theirs.read(0, 2).tolist() == [first, 5]
+            assert theirs.fingerprint == open_tokens(tmp_path / "at" / "theirs").fingerprint
+
+
+def test_pairs_in_one_folder_are_kept_apart(tmp_path):
+    """One that is made anew is read anew, whatever lies beside it and did not change."""
+    cache = Cache(tmp_path / "cache", ROOM)
+    with Store(tmp_path / "at") as store:
+        for documents in ([[[1, 1]]], [[[2], [2]]], [[[3, 3]]]):
+            write_pair(tmp_path / "at" / "pairs" / "a", documents)
+            write_pair(tmp_path / "at" / "pairs" / "b", [[[9, 9]]])
+            value = documents[0][0][0]
+            assert open_tokens(f"{store.url}/pairs", cache=cache).read(0, 4).tolist() == [value, value, 9, 9]
 
 
 def test_the_cache_stays_within_its_bound(corpus, tmp_path):
@@ -303,10 +394,66 @@ def test_a_full_disk_is_named(corpus, tmp_path, monkeypatch):
         tokens = open_tokens(f"{store.url}/books/train", cache=cache)
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left on device")))
-            with pytest.raises(DataError, match=r"cache/pieces takes no piece .No space left.*data\.cache_bytes"):
+            with pytest.raises(DataError, match=r"cache/pieces cannot be used as a cache .No space.*data\.cache_bytes"):
                 tokens.read(100, 200)
         assert not list(cache.folder.rglob("*.tmp"))
         assert (tokens.read(100, 200) == line[100:200]).all()
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"), [(Path, "mkdir"), (Path, "write_text"), (Path, "read_bytes"), (remote.fcntl, "flock")]
+)
+def test_a_folder_that_is_no_cache(tmp_path, monkeypatch, owner, method):
+    """Full, or another user's, whatever it is that fails first: the folder is named, and the setting."""
+    cache = Cache(tmp_path / "cache", ROOM)
+    monkeypatch.setattr(owner, method, lambda *given, **more: (_ for _ in ()).throw(OSError(30, "Read-only")))
+    with pytest.raises(DataError, match=r"cache/pieces cannot be used as a cache .Read-only.*data\.cache$"):
+        cache.read("0" * 32, 0)
+        cache.write("0" * 32, 0, b"abc")
+
+
+def test_a_folder_that_cannot_be_a_cache(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DataError, match=r"file/cache/pieces cannot be used as a cache.*data\.cache$"):
+        Cache(tmp_path / "file" / "cache", ROOM)
+
+
+def test_pieces_of_another_user_are_read(tmp_path, monkeypatch):
+    """The time of their use cannot be set."""
+    cache = Cache(tmp_path / "cache", ROOM)
+    cache.write("0" * 32, 0, b"abc")
+    monkeypatch.setattr(os, "utime", lambda *given: (_ for _ in ()).throw(PermissionError(1, "not yours")))
+    assert cache.read("0" * 32, 0) == b"abc"
+
+
+@pytest.mark.parametrize("record", [b"", b"\xff\x00", "²".encode(), "٣".encode(), b"9" * 5000, b"-1"])
+def test_a_damaged_record_of_the_cache(tmp_path, record):
+    """What is used is measured anew."""
+    cache = Cache(tmp_path / "cache", ROOM)
+    cache.write("0" * 32, 0, b"abc")
+    (cache.folder / "used").write_bytes(record)
+    cache.write("0" * 32, 1, b"abc")
+    assert (cache.folder / "used").read_bytes() == b"14"
+
+
+def test_ranks_that_wait_do_not_wait_for_each_other(corpus, tmp_path, monkeypatch):
+    """While one pauses before its next try, others may try: the lock is free."""
+    folder, _ = corpus
+    cache, free = Cache(tmp_path / "cache", ROOM), []
+
+    def sleep(seconds):
+        for path in cache.folder.glob("*.lock"):
+            with open(path, "a+b") as lock:
+                remote.fcntl.flock(lock, remote.fcntl.LOCK_EX | remote.fcntl.LOCK_NB)
+            free.append(path.name)
+
+    with Store(folder) as store:
+        tokens = open_tokens(f"{store.url}/books/train", cache=cache)
+        store.trouble = lambda path, data: HTTPStatus.SERVICE_UNAVAILABLE
+        monkeypatch.setattr(remote.time, "sleep", sleep)
+        with pytest.raises(DataError, match="tried 8 times .*503"):
+            tokens.read(100, 200)
+    assert any(name.startswith("run-") for name in free)
 
 
 def test_reading_in_threads(corpus, tmp_path):

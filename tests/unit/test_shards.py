@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from data.format import DataError, open_shard
 from data.shards import Shards, natural, open_tokens
 from tests.shards import describe_corpus, write_documents
+from tests.unit.test_megatron import write_pair
 
 
 def write_corpus(folder, sides, vocab_size=100):
@@ -154,6 +155,29 @@ def test_what_is_no_data_is_named(tmp_path):
         open_tokens(tmp_path / "empty")
     with pytest.raises(DataError, match=r"nothing is no folder.*data\.prepare"):
         open_tokens(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize("spoil", [lambda path: path.unlink(), lambda path: path.write_text('{"formal": 2}')])
+def test_a_shard_without_its_manifest_is_no_megatron_pair(tmp_path, spoil):
+    """Although tokens.bin and tokens.idx are one: nothing would be left to check them with."""
+    shard = write_documents(tmp_path, [[1, 2]], 100)
+    spoil(shard / "manifest.json")
+    with pytest.raises(DataError, match=r"shard is a shard that lost its manifest\.json"):
+        open_tokens(shard)
+
+
+@pytest.mark.parametrize(
+    "text", ['{"splits": {"text": 1}, "license": "x"}', "[]", '{"audio": "a.wav"}\n{"audio": "b.wav"}\n']
+)
+def test_a_manifest_of_another_tool_is_none_of_ours(tmp_path, text):
+    """Beside a Megatron pair, or shards in a folder."""
+    write_pair(tmp_path / "theirs" / "text", [[[1]]])
+    write_documents(tmp_path / "ours", [[2]], 100)
+    for folder in ("theirs", "ours"):
+        (tmp_path / folder / "manifest.json").write_text(text)
+    assert open_tokens(tmp_path / "theirs" / "text").read(0, 1).tolist() == [1]
+    assert open_tokens(tmp_path / "theirs").read(0, 1).tolist() == [1]
+    assert open_tokens(tmp_path / "ours").read(0, 1).tolist() == [2]
 
 
 def test_shards_of_other_tokenizers_do_not_mix(tmp_path):

@@ -1,5 +1,6 @@
 """The stream: every token of every document once an epoch, in an order that depends on the seed only."""
 
+import gc
 import hashlib
 import itertools
 import json
@@ -9,12 +10,14 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import weakref
 from collections import Counter
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
+from data.order import Epochs
 from data.sequences import NEAR, gather
 from data.shards import open_tokens
 from data.stream import IGNORE, Source, Stage, Stretch, TokenStream, finite
@@ -291,10 +294,82 @@ def test_a_cursor_is_small_and_says_where():
         "epoch": 2,
         "sample": 14,
         "tokens": 112,
-        "fingerprint": f"sources={source} seed=5 long=consecutive short=pack upweight=none positions=document stages=8",
+        "fingerprint": {
+            "sources": source,
+            "seed": 5,
+            "long": "consecutive",
+            "short": "pack",
+            "upweight": [],
+            "positions": "document",
+            "stages": [[8, None, ""]],
+        },
     }
-    assert json.loads(json.dumps(cursor)) == cursor
     assert stream.start(cursor) == (0, 14)
+
+
+def test_a_cursor_stays_the_same_as_json():
+    """Whatever a label says."""
+    upweight, label = [(7, 2), (25, 4)], 'rope_theta=1e6, "other" =, {x} / é'
+    stream = staged([(8, 14, label), (16, None, label)], upweight=upweight)
+    cursor = stream.cursor(1, 2)
+    assert json.loads(json.dumps(cursor)) == cursor
+    assert cursor["fingerprint"]["upweight"] == [[7, 2], [25, 4]]
+    assert cursor["fingerprint"]["stages"] == [[8, 14, label], [16, None, label]]
+    assert stream.start(json.loads(json.dumps(cursor))) == (1, 2)
+    with pytest.raises(
+        ValueError, match=re.escape("use 'context=[{tokens:112,sequence_length:8," + label[:10] + ":1e6, ")
+    ):
+        staged([(8, 14), (16, None, label)], upweight=upweight).start(cursor)
+
+
+def test_the_epoch_of_a_cursor_is_where_the_furthest_source_is():
+    """On a line of 50 tokens and one of 20 by halves, exactly, and over stages."""
+    sources = [Source(name, Numbered(sizes), Fraction(1, 2)) for name, sizes in {"a": LENGTHS, "b": [13, 7]}.items()]
+    stream = TokenStream(sources, [Stage(8, 14), Stage(5, None)], seed=0)
+    assert [stream.cursor(0, n)["epoch"] for n in (0, 4, 5, 6, 14)] == [0, 0, 0, 1, 2]
+    assert [stream.cursor(1, n)["epoch"] for n in (0, 1, 2, 3)] == [2, 2, 3, 3]
+
+
+@pytest.mark.parametrize("long, short", POLICIES)
+def test_a_cursor_takes_no_epoch(long, short, monkeypatch):
+    """A process that has read nothing has it at once, and it is the one that another has."""
+
+    def of():
+        lengths = np.random.default_rng(0).integers(1, 200, 1000).tolist()
+        return staged([(64, 3000), (128, 500), (32, None)], long=long, short=short, lengths=lengths)
+
+    expected = []
+    for stream, read in ((of(), True), (of(), False)):
+        if read:
+            stream.stage(2).read(0, 0, 32)
+        else:
+            monkeypatch.setattr(Epochs, "_order", None)  # nothing can be ordered from here on
+        expected.append([stream.cursor(*at) for at in ((0, 2999), (1, 0), (1, 177), (2, 12_345))])
+    assert expected[0] == expected[1]
+    assert [cursor["epoch"] for cursor in expected[0]] == [1, 1, 2, 6]
+
+
+@pytest.mark.parametrize("long, short", POLICIES)
+def test_only_the_last_stage_is_kept(long, short):
+    """What an earlier one had dealt goes at once, not only when Python looks for circles; it may be read again."""
+    stages, policies = [(8, 10), (16, 10), (24, None)], {"long": long, "short": short, "lengths": [*LENGTHS, 70, 33]}
+    parts = [(number, n) for number in range(3) for n in range(10)]
+
+    def read(stream, parts):
+        return {(number, n): stream.stage(number).read(n, 0, stages[number][0]).tolist() for number, n in parts}
+
+    stream = staged(stages, **policies)
+    there = read(stream, parts)
+    assert read(stream, reversed(parts)) == there
+    gc.collect()
+    gc.disable()
+    try:
+        stream.stage(0).read(0, 0, 8)
+        lanes = [weakref.ref(lane) for lane in stream.stage(0).lanes]
+        stream.stage(1).read(0, 0, 16)
+        assert [lane() for lane in lanes] == [None]
+    finally:
+        gc.enable()
 
 
 def staged(stages, *, seed=5, long="consecutive", short="pack", lengths=LENGTHS, upweight=(), positions="document"):
@@ -384,9 +459,22 @@ def test_stages_that_have_not_begun_may_change():
             [(8, 14), (16, None)],
             (1, 2),
             [(16, None)],
-            "{tokens:112,sequence_length:8},{tokens:32,sequence_length:16},{sequence_length:16}",
+            "{tokens:112,sequence_length:8},{sequence_length:16}",
         ),
         ([(8, 14), (16, None)], (1, 0), [(8, 10), (16, None)], "{tokens:112,sequence_length:8},{sequence_length:16}"),
+        # The present stage is as it was: it goes on, and is not trained once more.
+        (
+            [(8, 14), (16, 10), (5, None)],
+            (1, 2),
+            [(8, 10), (16, 10), (5, None)],
+            "{tokens:112,sequence_length:8},{tokens:160,sequence_length:16},{sequence_length:5}",
+        ),
+        (
+            [(8, 14), (16, 10), (5, None)],
+            (1, 2),
+            [(8, 10), (16, 1), (5, None)],
+            "{tokens:112,sequence_length:8},{tokens:32,sequence_length:16},{sequence_length:5}",
+        ),
     ],
 )
 def test_other_stages_are_refused_with_those_that_are_legal(before, at, after, legal):
@@ -403,13 +491,33 @@ def test_other_stages_are_refused_with_those_that_are_legal(before, at, after, l
     assert stream.cursor(stage, sample)["tokens"] == cursor["tokens"]
 
 
+def test_stages_that_were_others_are_told_as_they_are_given():
+    cursor = staged([(8, 14, "rope_theta=500"), (16, None)]).cursor(1, 2)
+    then = "[{tokens:112,sequence_length:8,rope_theta:500},{tokens:32,sequence_length:16}]"
+    with pytest.raises(
+        ValueError, match=re.escape(f"context is not what the checkpoint's 144 tokens were trained with ({then}")
+    ):
+        staged([(8, 14), (16, None)]).start(cursor)
+    with pytest.raises(ValueError, match=r"data\.sequence_length=8 is not what the checkpoint's 144 tokens"):
+        staged([(8, None)]).start(cursor)
+
+
 @pytest.mark.parametrize(
     "changed, words",
     [
-        ({"seed": 6}, r"train\.seed=6 .*use train\.seed=5,.*run\.name=NAME"),
+        ({"seed": 6}, r"train\.seed=6 documents come in another order than .*use train\.seed=5,.*run\.name=NAME"),
         ({"long": "windows", "short": "fit"}, r"data\.long=windows, data\.short=fit .*use data\.long=consecutive data"),
         ({"upweight": [(7, 2)]}, r"data\.upweight=7:2 .*use data\.upweight=null"),
-        ({"positions": "sequence"}, r"data\.positions=sequence .*use data\.positions=document"),
+        ({"upweight": [(7, 2), (25, 4)]}, r'data\.upweight="7:2,25:4" documents .*use data\.upweight=null'),
+        (
+            {"positions": "sequence"},
+            "data.positions=sequence tokens have other positions than the checkpoint .*use data.positions=document",
+        ),
+        (
+            {"positions": "sequence", "seed": 6},
+            "train.seed=6, data.positions=sequence documents come in another order and tokens have other positions "
+            "than the checkpoint .*use train.seed=5 data.positions=document",
+        ),
         ({"lengths": [3, 50]}, r"other documents .*books:1 \(corpora/books/train\).*data\.name.*run\.name=NAME"),
     ],
 )
@@ -431,11 +539,19 @@ def test_a_cursor_of_another_mixture_is_refused():
         of(Fraction(1, 2)).start(of(Fraction(1, 3)).cursor(0, 4))
 
 
-def test_a_cursor_of_an_earlier_version_is_refused():
+def test_what_is_to_be_used_is_typed_as_it_is():
+    cursor = staged([(8, None)], upweight=[(7, 2), (25, 4)]).cursor(0, 3)
+    with pytest.raises(
+        ValueError, match=re.escape("""data.upweight=null documents come in another order""")
+    ) as refused:
+        staged([(8, None)]).start(cursor)
+    assert """use 'data.upweight="7:2,25:4"', or""" in str(refused.value)
+
+
+@pytest.mark.parametrize("position", [{"sequence_length": 8}, {"stage": 0, "sample": 14}])
+def test_a_cursor_of_an_earlier_version_is_refused(position):
     with pytest.raises(ValueError, match="earlier version.*run.name=NAME"):
-        stream_of(LENGTHS, 8).start(
-            {"tokens": 112, "epoch": 2, "sequence_length": 8, "fingerprint": "0123456789abcdef"}
-        )
+        stream_of(LENGTHS, 8).start({"tokens": 112, "epoch": 2, "fingerprint": "seed=0 stages=8"} | position)
 
 
 def test_the_fingerprint_is_of_all_that_decides():
