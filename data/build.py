@@ -13,10 +13,11 @@ from typing import Any
 from tqdm import tqdm
 
 from conf.schema import DataConfig, parse_length
-from data.corpus import Corpus
+from data.corpus import Changed, Corpus
 from data.documents import SPLITS, TRAIN, Listing, Source
 from data.encoding import STATE, encode_corpus
 from data.format import FORMAT, open_shard
+from data.growing import published
 from data.scan import read_all
 from data.split import Plan, settle
 from data.tokenizer import SAMPLE_CHARS, SAMPLE_TOTAL_CHARS, load, train
@@ -65,6 +66,8 @@ def build(
             own=imported is None,
             advance=advance,
         )
+    if source.listing().state != listing.state:  # also where it kept its length
+        raise Changed
     notes = list(plan.notes)
     if lossy:
         notes.append(f"{lossy} documents do not come back byte for byte from data.tokenizer={config.tokenizer}")
@@ -85,10 +88,17 @@ def build(
         },
         "splits": {split: _describe(folder / split) for split in SPLITS},
     }
-    write_json(folder / "manifest.json", manifest)
-    shutil.rmtree(work)
-    for name in (STATE, BEGUN):
-        (folder / name).unlink(missing_ok=True)
+    put(folder / "manifest.json", manifest)
+    (folder / BEGUN).unlink()  # from here on it is whole: what else is removed is needed no more
+    sync(folder)
+
+
+def tidy(folder: Path) -> None:
+    """Removes from a whole corpus what was needed to build it."""
+    if (folder / WORK).exists():
+        shutil.rmtree(folder / WORK)
+    for path in [folder / STATE, *folder.glob("*.tmp")]:
+        path.unlink(missing_ok=True)
 
 
 def _plan(config: DataConfig, source: Source, listing: Listing, work: Path, workers: int, say: Say) -> Plan:
@@ -154,20 +164,20 @@ def train_tokenizer(corpus: Corpus, kind: str, vocab_size: int, folder: Path) ->
 
 def _describe(split: Path) -> dict[str, Any]:
     """A split's entry in the manifest."""
-    shards = [open_shard(path) for path in sorted(split.iterdir())]
-    for shard in shards:
+    totals, entries = dict.fromkeys(("num_documents", "num_tokens", "num_bytes"), 0), []
+    for path in published(split):
+        shard = open_shard(path)
         shard.close()
-    totals = {key: sum(getattr(shard, key) for shard in shards) for key in ("num_documents", "num_tokens", "num_bytes")}
-    names = sorted(path.name for path in split.iterdir())
-    entries = [
-        {
-            "name": name,
-            "fingerprint": shard.fingerprint,
-            "num_documents": shard.num_documents,
-            "num_tokens": shard.num_tokens,
-        }
-        for name, shard in zip(names, shards, strict=True)
-    ]
+        for key in totals:
+            totals[key] += getattr(shard, key)
+        entries.append(
+            {
+                "name": path.name,
+                "fingerprint": shard.fingerprint,
+                "num_documents": shard.num_documents,
+                "num_tokens": shard.num_tokens,
+            }
+        )
     return totals | {"shards": entries}
 
 

@@ -13,7 +13,13 @@ from data.scan import portions_of_rows
 from data.split import DUPLICATE, FATES, Plan
 
 LONGEST_SAMPLE = 16  # times as long as asked for may a portion of the sample be, where a line goes on and on
-CHANGED = "the text changed while it was prepared: run the same command again"
+
+
+class Changed(ValueError):
+    """The text is no longer that which was read first."""
+
+    def __init__(self) -> None:
+        super().__init__("the text changed while it was prepared: run the same command again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +48,7 @@ class Corpus:
         """Those that are kept, in order, from that of `row` on, which is at `place` in `file`.
 
         Raises:
-            ValueError: where the files are no longer those that were read first.
+            Changed: where the files are no longer those that were read first.
         """
         fates = self._fates(row)
         for number in range(file, len(self.names)):
@@ -50,13 +56,13 @@ class Corpus:
             for document in self.source.read(self.names[number], start, Counter()):
                 fate, digest, num_bytes = next(fates, (None, b"", 0))
                 if fate is None:
-                    raise ValueError(CHANGED)
+                    raise Changed
                 if fate != DUPLICATE:
                     planned = Planned(document, number, row, 0, SPLITS[fate], digest, num_bytes)
                     yield from self._halves(planned) if self.plan.halves else [planned]
                 row += 1
         if row != self.plan.num_rows:
-            raise ValueError(CHANGED)
+            raise Changed
 
     def sample(self, num_bytes: int, portion_chars: int) -> Iterator[str]:
         """About `num_bytes` of the training documents, in portions that are spread evenly over all of them."""
@@ -65,14 +71,11 @@ class Corpus:
         for planned in self.documents():
             if planned.split == TRAIN:
                 for piece in planned.document.pieces():
-                    start = 0
-                    while start < len(piece or ""):
-                        stop = _end(piece, start, portion_chars)
+                    for portion in sentences(piece or "", portion_chars):
                         if due >= 1.0:
                             due -= 1.0
-                            yield piece[start:stop]
+                            yield portion
                         due += share
-                        start = stop
 
     def _fates(self, row: int) -> Iterator[tuple[int, bytes, int]]:
         """Fate, digest and bytes of each document from `row` on."""
@@ -92,7 +95,11 @@ class Corpus:
             yield Planned(part, whole.file, whole.row, number, split, bytes.fromhex(half.digest), half.num_bytes)
 
 
-def _end(text: str, start: int, size: int) -> int:
-    """Of a portion of the sample: before the first newline after `size` characters."""
-    newline = text.find("\n", start + size, start + LONGEST_SAMPLE * size)
-    return newline if newline >= 0 else min(len(text), start + LONGEST_SAMPLE * size)
+def sentences(text: str, size: int) -> Iterator[str]:
+    """A text in portions to train on: cut before the first newline after `size` characters."""
+    start = 0
+    while start < len(text):
+        newline = text.find("\n", start + size, start + LONGEST_SAMPLE * size)
+        stop = newline if newline >= 0 else start + LONGEST_SAMPLE * size
+        yield text[start:stop]
+        start = stop

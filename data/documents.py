@@ -59,6 +59,10 @@ class Source(Protocol):
         """The documents of a listed name that have text, from the one at `place` on; counts the others."""
         ...
 
+    def advice(self, listing: Listing) -> str:
+        """What to do where none of it has text."""
+        ...
+
 
 # Text
 
@@ -118,10 +122,12 @@ def walk(root: Path, without: frozenset[str], besides: Path | None = None) -> tu
     return sorted(paths), +counts
 
 
-def head(path: Path) -> bytes:
-    """The first bytes of a file, by which text is told from what is not."""
+def kind(path: Path) -> str:
+    """Of a file: "binary" (a NUL is near its start), "empty" (blank all through), or "kept"."""
     with open(path, "rb") as file:
-        return file.read(HEAD_BYTES)
+        if b"\x00" in file.read(HEAD_BYTES):
+            return "binary"
+    return "kept" if any(not portion.isspace() for portion in portions(path)) else "empty"
 
 
 def tree(root: Path, files: list[str], name: str) -> Iterator[str | None]:

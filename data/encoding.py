@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from data.corpus import CHANGED, Corpus, Planned
+from data.corpus import Changed, Corpus, Planned
 from data.documents import SPLITS
 from data.format import token_dtype
 from data.growing import Split
@@ -151,7 +151,7 @@ def _write(part: Part, ids: np.ndarray, num_bytes: int, restored: bool, shards: 
         return False
     position.lossy += not position.restored
     if position.num_bytes != planned.num_bytes:
-        raise ValueError(CHANGED)
+        raise Changed
     return shards.end_document(document.name, planned.num_bytes, planned.digest, document.facts)
 
 
@@ -170,7 +170,7 @@ def _parts(corpus: Corpus, tokenizer: Tokenizer, start: Position) -> Iterator[tu
                 yield Part(planned, last=False), previous
             previous = batch
         if previous is None or number < skip:
-            raise ValueError(CHANGED)
+            raise Changed
         yield Part(planned, last=True), previous
 
 

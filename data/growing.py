@@ -1,6 +1,7 @@
 """One split of a corpus as it grows, shard by shard."""
 
 import os
+import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any, Self
 
 import numpy as np
 
+from data.format import DataError
 from data.vocabulary import Tokenizer
 from data.writer import ShardWriter
+
+_NAME = re.compile(r"(\d{5,})(\.tmp)?")  # of shards; of what else systems leave in folders nothing is touched
 
 
 class Split:
@@ -20,6 +24,9 @@ class Split:
         shard_tokens: after which the next document opens another shard.
         facts: for the shards' manifests.
         state: of an earlier `mark`; what was written since then is taken back.
+
+    Raises:
+        DataError: where a shard that was published before the mark is missing.
     """
 
     def __init__(
@@ -30,10 +37,12 @@ class Split:
         self._written = state["written"] if state else None
         if state:
             self._number = state["shard"]
-        for path in folder.iterdir() if folder.is_dir() else ():
-            number = int(path.name.split(".")[0])
+        for number, path in _shards(folder):
             if number > self._number or (number == self._number and not self._written):
                 shutil.rmtree(path)
+        for number in range(self._number):
+            if not self._path(number).is_dir():
+                raise DataError(f"{self._path(number)} is missing, which was finished")
         if self._written and self._path(self._number).exists():  # it was published after the mark
             os.rename(self._path(self._number), self._path(self._number, ".tmp"))
 
@@ -84,3 +93,15 @@ class Split:
 
     def _path(self, number: int, end: str = "") -> Path:
         return self._folder / f"{number:05d}{end}"
+
+
+def published(folder: Path) -> list[Path]:
+    """The finished shards of a split, in order."""
+    return [path for _, path in sorted(_shards(folder)) if path.suffix != ".tmp"]
+
+
+def _shards(folder: Path) -> list[tuple[int, Path]]:
+    """Number and folder of each shard, those that are being written too."""
+    if not folder.is_dir():
+        return []
+    return [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.fullmatch(path.name))]

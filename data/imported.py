@@ -112,7 +112,7 @@ def with_end_token(model: bytes, end_token: str | None) -> bytes:
         raise ValueError(
             f"data.end_token={end_token or 'null'} is none of its added tokens: set it to one of {', '.join(names)}"
             if names
-            else "it has no added tokens, which could end documents: give another file"
+            else "has no added tokens, which could end documents: give another file"
         )
     return json.dumps(description | {_KEY: {"end_token": end_token}}, ensure_ascii=False).encode()
 
@@ -120,7 +120,7 @@ def with_end_token(model: bytes, end_token: str | None) -> bytes:
 def _parse(model: bytes) -> dict[str, Any]:
     try:
         description = json.loads(model)
-        description["model"]["vocab"], description["added_tokens"]
+        description["model"]["vocab"], [token["content"] for token in description["added_tokens"]]
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"is no tokenizer.json ({type(error).__name__}: {error})") from None
     return description
@@ -216,6 +216,8 @@ def _raw(description: dict[str, Any], special: set[str], carries_bytes: bool) ->
         names = {piece for piece, _ in model["vocab"]} & special
     elif model.get("ignore_merges"):
         names = set(model["vocab"]) & special
+    pairs = (merge if isinstance(merge, list) else merge.split(" ", 1) for merge in model.get("merges") or ())
+    names |= {"".join(pair) for pair in pairs} & special
     parts = [f"(?<={re.escape(name[0])})(?={re.escape(name[1:])})" for name in sorted(names) if len(name) > 1]
     if carries_bytes:
         parts.append("[\ud800-\udfff]" if _is_byte_level(description) else f"[{SPACE}\ud800-\udfff]")

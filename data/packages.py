@@ -69,6 +69,9 @@ class Packages:
             raise ValueError(f"data=packages finds no sources of {name} in {root}: use data=text data.path=…")
         yield Document(name, partial(tree, root, kept, root.name), package_facts(name))
 
+    def advice(self, listing: Listing) -> str:
+        return "use data=text data.path=…"
+
 
 def package_root(name: str) -> Path:
     """Where a package's files are. Raises: ValueError where it is not installed."""

@@ -8,8 +8,10 @@ import argparse
 import contextlib
 import fcntl
 import heapq
+import io
 import itertools
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,25 +22,29 @@ import numpy as np
 
 from conf.schema import DataConfig, Source, parse_length
 from data import documents
-from data.build import BEGUN, Say, build, put
+from data.build import BEGUN, Say, build, put, tidy
+from data.corpus import Changed
 from data.documents import SPLITS, Listing
+from data.encoding import STATE
 from data.format import DataError
 from data.packages import Packages
 from data.shards import open_tokens
-from data.text import Text
+from data.text import TIMES, Text
 from data.tokenizer import load, load_any
 from data.vocabulary import Tokenizer
-from data.writer import publish
+from data.writer import publish, sync
 
-RECIPE = 2  # counts up when the same documents and settings come to give other tokens
+RECIPE = 3  # counts up when the same documents and settings come to give other tokens
 TRAINED = ("bpe", "unigram")  # values of data.tokenizer that are no file
+FORCE = "force"  # in BEGUN, beside the inputs, where --force began it
+_PORTION = 1 << 20  # rows of an index looked at at once
 
 
 def prepare(config: DataConfig, force: bool = False, say: Say = print) -> Path:
     """Makes `<root>/<name>` hold the corpus that `config` describes, and returns that folder.
 
     What is already prepared from the same files with the same settings is kept, what was begun is finished, and what
-    was damaged since is made anew. `force` begins anew.
+    was damaged since is made anew. `force` begins anew, and goes on with what `force` began.
 
     Raises:
         ValueError: where the folder holds something else (another corpus only without `force`), or the settings do not
@@ -47,36 +53,82 @@ def prepare(config: DataConfig, force: bool = False, say: Say = print) -> Path:
     """
     source, imported = _source(config), _imported(config)
     folder = Path(config.root) / config.name
-    folder.parent.mkdir(parents=True, exist_ok=True)
     listing = source.listing()
     inputs = _inputs(config, listing, imported)
-    with _only_one(folder, say):
-        if folder.exists() and _is_prepared(folder, inputs, force, say):
-            return folder
-        say(f"preparing {folder}: data.source={config.source}, data.tokenizer={inputs['data.tokenizer']}")
-        temporary, old = (folder.with_name(f".{folder.name}.{word}") for word in ("tmp", "old"))
-        shutil.rmtree(old, ignore_errors=True)
-        whole = _begin(temporary, inputs, force, say)
-        try:
-            if not whole:
-                build(config, source, listing, inputs, imported, temporary, say)
-            if folder.exists():
-                folder.rename(old)
-            publish(temporary, folder)
-        except ValueError:  # other text or settings are needed, with which nothing of this can go on
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
-        except OSError as error:
-            raise OSError(
-                f"{error}: what is finished stays in {temporary}; run the same command again to go on from there"
-            ) from error
-        finally:
-            shutil.rmtree(old, ignore_errors=True)
-    _report(folder, say)
+    done, line = _look(folder, inputs, force)  # nothing is written where nothing is to be done
+    if not done:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _only_one(folder, say):
+            done, line = _look(folder, inputs, force)  # another process may have been here meanwhile
+            if not done:
+                if line:
+                    say(line)
+                say(f"preparing {folder}: data.source={config.source}, data.tokenizer={inputs['data.tokenizer']}")
+                _make(config, source, listing, inputs, imported, folder, force, say)
+    if done:
+        say(line)
+    else:
+        _report(folder, say)
     return folder
 
 
+def _make(
+    config: DataConfig,
+    source: documents.Source,
+    listing: Listing,
+    inputs: dict[str, Any],
+    imported: Tokenizer | None,
+    folder: Path,
+    force: bool,
+    say: Say,
+) -> None:
+    """Goes on with what was begun beside `folder`, or begins, to the end; it takes the place of what is there."""
+    temporary, gone = folder.with_name(f".{folder.name}.tmp"), folder.with_name(f".{folder.name}.gone")
+    _remove(gone)
+    try:
+        if not _begin(temporary, gone, inputs, force, say):
+            build(config, source, listing, inputs, imported, temporary, say)
+        tidy(temporary)
+        if folder.exists():
+            folder.rename(gone)
+        publish(temporary, folder)
+    except ValueError as error:
+        # Other text or settings are needed, with which nothing of this can go on. Shards that were written stay all
+        # the same, should the cause be another, unless the text that they are of is no more.
+        if isinstance(error, Changed) or not (temporary / STATE).exists():
+            _discard(temporary, gone)
+        raise
+    except DataError as error:
+        raise DataError(f"{error} (what was begun is damaged: remove {temporary} to begin anew)") from error
+    except OSError as error:
+        raise OSError(
+            f"{error}: what is finished stays in {temporary}; run the same command again to go on from there"
+        ) from error
+    finally:
+        _remove(gone)
+
+
+def _remove(path: Path) -> None:
+    """A folder, with all in it as far as that goes, or a link to one."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _discard(temporary: Path, gone: Path) -> None:
+    """Removes what was begun. It loses its name first: a part of it must never be gone on with, should we be killed."""
+    if temporary.exists():
+        os.replace(temporary, gone)
+        sync(gone.parent)
+        _remove(gone)
+
+
 def _source(config: DataConfig) -> documents.Source:
+    if config.mixture:
+        raise ValueError(
+            f"data.mixture={config.mixture} is for training: leave it out, and prepare each corpus by its own data.name"
+        )
     if config.source is Source.tokens:
         raise ValueError("data=tokens is prepared already: nothing to do; data=text or data=packages is prepared")
     if "://" in config.root:
@@ -111,25 +163,34 @@ def _inputs(config: DataConfig, listing: Listing, imported: Tokenizer | None) ->
     return inputs | listing.state
 
 
-def _is_prepared(folder: Path, inputs: dict[str, Any], force: bool, say: Say) -> bool:
-    """True where nothing is left to do; False where the corpus there may be replaced."""
+def _look(folder: Path, inputs: dict[str, Any], force: bool) -> tuple[bool, str]:
+    """Whether nothing is left to do, else what is there may be replaced; and a line that says so, if there is any."""
+    if folder.is_symlink() and not folder.exists():
+        raise ValueError(
+            f"{folder} is a link to {os.readlink(folder)}, which does not exist: remove the link, or choose another "
+            "data.name"
+        )
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         found = manifest["inputs"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found.items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        if not folder.exists():
+            return False, ""
         raise ValueError(
             f"{folder} exists, but data.prepare did not write it (no manifest.json of a corpus): choose "
             "another data.name, or move the folder away"
         ) from None
     if force:
-        say(f"{folder} is prepared again, as --force asks")
-        return False
+        return False, f"{folder} is prepared again, as --force asks"
     if found != inputs:
         differences = [
             f"{key} was {found.get(key, 'absent')}, is {inputs.get(key, 'absent')}"
             for key in dict.fromkeys([*inputs, *found])
             if found.get(key) != inputs.get(key)
         ]
+        if [key for key in inputs | found if found.get(key) != inputs.get(key)] == [TIMES]:
+            differences = ["only times of change of files in data.path differ, no name and no size"]
         raise ValueError(
             f"{folder} was prepared from something else ({'; '.join(differences[:3])}): choose another "
             "data.name to keep both, or replace it with --force (python -m data.prepare --force …)"
@@ -140,10 +201,8 @@ def _is_prepared(folder: Path, inputs: dict[str, Any], force: bool, say: Say) ->
         if fingerprint != manifest["tokenizer"]["fingerprint"]:
             raise DataError(f"the tokenizer in {folder} is {fingerprint}, not the one that it was prepared with")
     except (DataError, KeyError, TypeError) as error:
-        say(f"damaged: {error if isinstance(error, DataError) else folder / 'manifest.json'}")
-        return False
-    say(f"{folder} is already prepared ({sizes}): nothing to do; --force prepares it again")
-    return True
+        return False, f"damaged: {error if isinstance(error, DataError) else folder / 'manifest.json'}"
+    return True, f"{folder} is already prepared ({sizes}): nothing to do; --force prepares it again"
 
 
 def _check(split: Path, manifest: dict[str, Any]) -> int:
@@ -155,28 +214,28 @@ def _check(split: Path, manifest: dict[str, Any]) -> int:
     return tokens.num_tokens
 
 
-def _begin(temporary: Path, inputs: dict[str, Any], force: bool, say: Say) -> bool:
+def _begin(temporary: Path, gone: Path, inputs: dict[str, Any], force: bool, say: Say) -> bool:
     """Leaves what was begun from the same inputs, or else an empty folder; says whether that is whole already."""
-    begun, manifest = temporary / BEGUN, temporary / "manifest.json"
-    if not force:
-        found, whole = _read(begun), False
-        if found is None:  # removed last; the corpus lacks its name only
-            found, whole = (_read(manifest) or {}).get("inputs"), True
-        if found == inputs:
-            say(f"going on from what an earlier run left in {temporary}")
-            return whole
-    shutil.rmtree(temporary, ignore_errors=True)
+    begun, manifest = _read(temporary / BEGUN), _read(temporary / "manifest.json")
+    whole = begun is None  # removed once the manifest is there; the corpus lacks its name only
+    forced = not whole and begun.pop(FORCE, False)
+    if ((manifest or {}).get("inputs") if whole else begun) == inputs and (whole or forced or not force):
+        anew = "; remove that folder to begin anew" if force else ""
+        say(f"going on from what an earlier run left in {temporary}{anew}")
+        return whole
+    _discard(temporary, gone)
     temporary.mkdir()
-    put(begun, inputs)
+    put(temporary / BEGUN, inputs | ({FORCE: True} if force else {}))
     return False
 
 
-def _read(path: Path) -> Any:
-    """The value of a JSON file; None where there is none."""
+def _read(path: Path) -> dict[str, Any] | None:
+    """The object in a JSON file; None where there is none."""
     try:
-        return json.loads(path.read_bytes())
+        value = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
+    return value if isinstance(value, dict) else None
 
 
 @contextlib.contextmanager
@@ -209,13 +268,22 @@ def _longest(shards: list[Path], number: int) -> list[tuple[int, str]]:
     """Tokens and names of the longest documents."""
     candidates = list[tuple[int, int, int]]()
     for index, shard in enumerate(shards):
-        lengths = np.diff(np.load(shard / "documents.npy", mmap_mode="r"))
-        candidates += [(int(lengths[at]), index, int(at)) for at in np.argsort(-lengths, kind="stable")[:number]]
+        offsets = np.load(shard / "documents.npy", mmap_mode="r")
+        for start in range(0, len(offsets) - 1, _PORTION):
+            lengths = np.diff(offsets[start : start + _PORTION + 1])
+            least = np.partition(lengths, -number)[-number] if len(lengths) > number else 0
+            longest = [(int(lengths[at]), index, start + int(at)) for at in np.flatnonzero(lengths >= least)]
+            candidates = heapq.nsmallest(number, candidates + longest, key=_by_length)
     found = []
-    for tokens, index, at in heapq.nsmallest(number, candidates, key=lambda one: (-one[0], one[1:])):
+    for tokens, index, at in candidates:
         with open(shards[index] / "documents.jsonl", "rb") as lines:
             found.append((tokens, json.loads(next(itertools.islice(lines, at, None)))["name"]))
     return found
+
+
+def _by_length(document: tuple[int, int, int]) -> tuple[int, int, int]:
+    """For sorting by tokens, shard and place: the longest first, of equal ones the first."""
+    return -document[0], document[1], document[2]
 
 
 class _Parser(argparse.ArgumentParser):
@@ -238,7 +306,7 @@ def _parser() -> argparse.ArgumentParser:
   data.tokenizer=bpe              or unigram: trained; or a file: SentencePiece's .model, Hugging Face's tokenizer.json
   data.vocab_size=8192            pieces of a tokenizer that is trained; model.vocab_size must be the same
   data.validation_fraction=0.05   share of the documents that is held out, by a hash of their text
-  data.validation_names=A*,B      instead: patterns of the names that are held out
+  'data.validation_names="A*,B"'  instead: patterns of the names that are held out
   data.origin=… data.licence=…    for the manifest
   data.shard_tokens=1G            after which the next document opens another shard
   data.workers=0                  processes; 0 = one for each CPU. The corpus is the same whatever their number
@@ -263,6 +331,9 @@ def main(arguments: list[str]) -> int:
     """Runs the command and returns its exit code; errors are one line on standard error."""
     from conf.compose import compose  # not at the top: processes that encode import this file, and need no Hydra
 
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # names of files may be no UTF-8
+            stream.reconfigure(errors="backslashreplace")
     try:
         options = _parser().parse_intermixed_args(arguments)
         prepare(compose(options.overrides).data, force=options.force, say=lambda line: print(line, flush=True))

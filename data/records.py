@@ -4,6 +4,7 @@ A line ends at \\n only, as JSON may hold every other line break. Packages that 
 """
 
 import gzip
+import importlib.util
 import io
 import itertools
 import json
@@ -22,11 +23,29 @@ FACTS = {"id": "id", "name": "title", "title": "title", "url": "url", "source": 
 FACTS |= {"licence": "licence", "license": "licence"}  # of a record: what it is called in documents.jsonl
 LONGEST_FACT = 1_000  # characters; a longer one is no name
 ROWS = 64  # of a .parquet file, read at once
-_PACKED_BYTES = 1 << 14  # read at once: unpacked they may be some thousand times as long
+_PACKED_BYTES = 1 << 11  # read at once: unpacked, four of them may be 128 KB, so that these are at most 64 MB
 
 
 def is_records(name: str) -> bool:
     return name.lower().endswith(SUFFIXES)
+
+
+def require(path: Path) -> None:
+    """Raises: ValueError where a package that reads this file is not installed."""
+    for suffix, package, instead in (
+        (".jsonl.zst", "zstandard", "unpack it"),
+        (".parquet", "pyarrow", "write it as .jsonl"),
+    ):
+        if path.name.lower().endswith(suffix) and importlib.util.find_spec(package) is None:
+            raise ValueError(f"{path} is read with the package {package}: pip install {package}, or {instead}")
+
+
+def fields(path: Path) -> str:
+    """Names of what is text in the first of some records, for a message; "" where nothing is."""
+    records = _rows(path, None, (0, 0)) if path.name.lower().endswith(".parquet") else _lines(path, (0, 0))
+    with closing(records):
+        _, _, record = next(records, (0, 0, None))
+    return ", ".join(key for key, value in record.items() if isinstance(value, str)) if isinstance(record, dict) else ""
 
 
 def read_records(
@@ -39,7 +58,7 @@ def read_records(
 
     Raises:
         ValueError: for a line that is no JSON (naming file and line), a file that cannot be unpacked, a package that is
-            not installed.
+            not installed, a .parquet file whose column of that name is missing or not text.
     """
     records = _rows(path, text_field, place) if name.lower().endswith(".parquet") else _lines(path, place)
     with closing(records):
@@ -113,10 +132,8 @@ class _Zstandard(io.RawIOBase):
     """Unpacks a file frame by frame, in bounded memory. The package's own reader takes a cut file for a whole one."""
 
     def __init__(self, path: Path) -> None:
-        try:
-            import zstandard
-        except ModuleNotFoundError:
-            raise ValueError(f"{path} is packed with Zstandard: pip install zstandard, or unpack it") from None
+        import zstandard  # an extra
+
         self._path, self._file = path, open(path, "rb")
         self._unpacker, self._error = zstandard.ZstdDecompressor(), zstandard.ZstdError
         self._frame: Any = None
@@ -148,21 +165,18 @@ class _Zstandard(io.RawIOBase):
         super().close()
 
 
-def _rows(path: Path, text_field: str, place: tuple[int, int]) -> Iterator[tuple[int, int, Any]]:
-    """Number, number of those before it, and columns of each row."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError:
-        raise ValueError(f"{path} is a .parquet file: pip install pyarrow, or write it as .jsonl") from None
+def _rows(path: Path, text_field: str | None, place: tuple[int, int]) -> Iterator[tuple[int, int, Any]]:
+    """Number, number of those before it, and columns of each row; all columns where no field is given."""
+    import pyarrow  # an extra
+    import pyarrow.parquet
+
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            names = file.schema_arrow.names
-            if text_field not in names:
-                raise ValueError(
-                    f"{path} has no column {text_field!r}: set data.text_field to one of {', '.join(names)}"
-                )
-            columns, row = [name for name in names if name == text_field or name in FACTS], 0
+            schema = file.schema_arrow
+            if text_field is not None:
+                _check_column(path, schema, text_field)
+            columns = [name for name in schema.names if text_field in (None, name) or name in FACTS]
+            row = 0
             for group in range(file.num_row_groups):
                 num_rows = file.metadata.row_group(group).num_rows
                 if row + num_rows <= place[1]:
@@ -178,3 +192,20 @@ def _rows(path: Path, text_field: str, place: tuple[int, int]) -> Iterator[tuple
                             yield row, row - 1, record
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not a whole .parquet file ({error}): write it again") from None
+
+
+def _check_column(path: Path, schema: Any, text_field: str) -> None:
+    import pyarrow.types as types
+
+    texts = {
+        column.name
+        for column in schema
+        if any(is_type(column.type) for is_type in (types.is_string, types.is_large_string, types.is_string_view))
+        or types.is_dictionary(column.type)
+        or types.is_null(column.type)  # of a file in which all are missing
+    }
+    if text_field not in texts:
+        legal = ", ".join(name for name in schema.names if name in texts)
+        kind = f" of text, it is of {schema.field(text_field).type}" if text_field in schema.names else ""
+        remedy = f"set data.text_field to one of {legal}" if legal else "write it again with a column of strings"
+        raise ValueError(f"{path} has no column {text_field!r}{kind}: {remedy}")

@@ -18,7 +18,7 @@ import numpy as np
 
 from data.documents import Document, Listing, Pieces, Source
 from data.vocabulary import to_bytes
-from data.workers import in_order
+from data.workers import FEW_JOBS, in_order
 from data.writer import DIGEST_BYTES
 
 ROW = np.dtype([("digest", "<u8", (2,)), ("bytes", "<i8"), ("chars", "<i8"), ("held", "u1")])
@@ -26,6 +26,7 @@ _ROW = struct.Struct(f"<{DIGEST_BYTES}sqqB")
 ROWS = "rows"  # the file
 GROUP_BYTES, GROUP_FILES = 8 << 20, 1_000  # read by one process at a time, a large file more
 PORTION_ROWS = 1 << 18
+LARGE_TEXT = 64 << 20  # bytes on the disk, which processes read sooner, however few their groups are
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,20 @@ def read_all(
         ValueError: for text that cannot be read, naming its place.
     """
     groups = list(_groups(listing))
-    alone = len(groups) == 1  # is read by this process, which can tell of its progress
-    work = partial(read_group, source, folder, advance=advance if alone else None)
+    few = 2 if sum(listing.num_bytes) > LARGE_TEXT else FEW_JOBS
+    here, told = workers == 1 or len(groups) < few, 0  # what this process reads, it can tell of on the way
+    number, num_rows, counts, matches = 0, 0, Counter(listing.counts), Counter[str]()
+
+    def tell(count: int) -> None:
+        nonlocal told
+        count = min(count, groups[number][0] - told)  # packed files have more text than bytes
+        told += count
+        advance(count)
+
+    work = partial(read_group, source, folder, advance=tell if here else None)
     jobs = ((size, (number, names)) for number, (size, names) in enumerate(groups))
-    num_rows, counts, matches = 0, Counter(listing.counts), Counter[str]()
-    with open(folder / ROWS, "wb") as rows, closing(in_order(work, jobs, workers)) as results:
-        for number, (size, found) in enumerate(results):
+    with open(folder / ROWS, "wb") as rows, closing(in_order(work, jobs, workers, few)) as results:
+        for size, found in results:
             path = _group_file(folder, number)
             with open(path, "rb") as file:
                 shutil.copyfileobj(file, rows, 1 << 20)
@@ -62,7 +71,8 @@ def read_all(
             num_rows += found.num_rows
             counts.update(found.counts)
             matches.update(found.matches)
-            advance(0 if alone else size)
+            advance(size - told)
+            number, told = number + 1, 0
     return Found(num_rows, counts, matches)
 
 

@@ -120,7 +120,7 @@ def with_end(model: bytes, end_token: str | None) -> bytes:
         raise ValueError(
             f"data.end_token={end_token or 'null'} is no control piece of it: set it to one of {', '.join(controls)}"
             if controls
-            else "it has no control piece, which could end documents: give another model"
+            else "has no control piece, which could end documents: give another model"
         )
     piece = end_token.encode()
     field = _varint(_END_PIECE << 3 | 2) + _varint(len(piece)) + piece

@@ -14,11 +14,12 @@ from typing import Any, Self
 import numpy as np
 
 from data.documents import SPLITS, Document, Listing, Source, span
-from data.scan import ROW, Found, measure, portions_of_rows
+from data.scan import Found, measure, portions_of_rows
 
 FATES = "fates"  # the file: one byte a document
 TRAINING, HELD_OUT, DUPLICATE = range(3)  # places in SPLITS, and neither
-SORTED_ROWS = 1 << 20  # at once, in search of duplicates
+SORTED_ROWS = 1 << 20  # about so many at once, in search of duplicates
+NUMBERED = np.dtype([("number", "<i8"), ("digest", "<u8", (2,)), ("held", "u1")])  # a row of a part of them
 _PLACES = 1 << 48
 
 
@@ -70,7 +71,7 @@ def settle(source: Source, listing: Listing, found: Found, folder: Path, fractio
     counts.update(duplicate=duplicates, kept=found.num_rows - duplicates)
     notes = _notes(counts)
     if not counts["kept"]:
-        raise ValueError(f"{listing.where} has no document with text ({'; '.join(notes)}): give text that has some")
+        raise ValueError(f"{listing.where} has no document with text ({'; '.join(notes)}): {source.advice(listing)}")
     halves = list[Half]()
     if source.held_out is not None:
         _split_by_name(source.held_out, listing, found, folder, fates)
@@ -92,23 +93,35 @@ def settle(source: Source, listing: Listing, found: Found, folder: Path, fractio
 def mark_duplicates(folder: Path, fates: np.ndarray) -> None:
     """Marks all but one of the documents with equal text: the first that is held out by name, else the first.
 
-    Sorts about SORTED_ROWS at once; for more documents, rows are read several times.
+    Rows are dealt by their digest into files, each of which is sorted in memory: of many documents, too, they are read
+    twice.
     """
-    parts = max(1, -(-len(fates) // SORTED_ROWS))
-    for part in range(parts):
-        numbers, rows = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=ROW)]
-        for first, row in _rows(folder):
-            chosen = np.flatnonzero(row["digest"][:, 1] % np.uint64(parts) == part)
-            numbers.append(first + chosen)
-            rows.append(row[chosen])
-        _mark(np.concatenate(numbers), np.concatenate(rows), fates)
+    num_parts = max(1, -(-len(fates) // SORTED_ROWS))
+    for first, row in _rows(folder):
+        numbered = np.empty(len(row), dtype=NUMBERED)
+        numbered["number"], numbered["digest"], numbered["held"] = (
+            first + np.arange(len(row)),
+            row["digest"],
+            row["held"],
+        )
+        parts = row["digest"][:, 1] % np.uint64(num_parts)
+        order = np.argsort(parts, kind="stable")
+        bounds = np.searchsorted(parts[order], np.arange(num_parts + 1))
+        for part in np.flatnonzero(np.diff(bounds)).tolist():
+            with open(folder / f"part{part}", "ab") as file:
+                file.write(numbered[order[bounds[part] : bounds[part + 1]]].tobytes())
+    for part in range(num_parts):
+        path = folder / f"part{part}"
+        if path.exists():
+            _mark(np.fromfile(path, dtype=NUMBERED), fates)
+            path.unlink()
 
 
-def _mark(numbers: np.ndarray, rows: np.ndarray, fates: np.ndarray) -> None:
-    digests = rows["digest"]
-    order = np.lexsort((numbers, rows["held"] == 0, digests[:, 0], digests[:, 1]))
+def _mark(rows: np.ndarray, fates: np.ndarray) -> None:
+    digests = np.ascontiguousarray(rows["digest"])
+    order = np.lexsort((rows["number"], rows["held"] == 0, digests[:, 0], digests[:, 1]))
     again = (digests[order[1:]] == digests[order[:-1]]).all(axis=1)
-    fates[numbers[order[1:][again]]] = DUPLICATE
+    fates[rows["number"][order[1:][again]]] = DUPLICATE
 
 
 def split_by_digest(folder: Path, fates: np.ndarray, fraction: float) -> None:

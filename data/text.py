@@ -7,10 +7,11 @@ from functools import partial
 from pathlib import Path
 
 from conf.schema import DataConfig, Unit
-from data.documents import Document, Listing, head, portions, tree, walk
-from data.records import SUFFIXES, is_records, read_records
+from data.documents import Document, Listing, kind, portions, tree, walk
+from data.records import SUFFIXES, fields, is_records, read_records, require
 
 KINDS = f"a text file, a file of records ({', '.join(SUFFIXES)}), or a folder of them"
+TIMES = "times of change in data.path"  # in a listing's state
 
 
 class Text:
@@ -23,7 +24,7 @@ class Text:
     def __init__(self, config: DataConfig) -> None:
         if not config.path:
             raise ValueError(f"data.source=text needs data.path: {KINDS}")
-        path = Path(config.path)
+        path, root = Path(config.path).expanduser(), Path(config.root).resolve()
         if not path.exists():
             raise ValueError(f"data.path={config.path} does not exist: give {KINDS}")
         if config.unit is Unit.folder and not path.is_dir():
@@ -31,9 +32,19 @@ class Text:
                 f"data.unit=folder makes a document of each folder in data.path={config.path}, which is a file: give a "
                 "folder, or use data.unit=file"
             )
+        if path.is_dir() and path.resolve() == root:
+            raise ValueError(
+                f"data.path={config.path} is data.root={config.root}, where prepared data lies, which would be read as "
+                "text: set data.root to another folder"
+            )
+        if (root / config.name) in (path.resolve(), *path.resolve().parents):
+            raise ValueError(
+                f"data.path={config.path} lies where the prepared data is to be, data.root={config.root} "
+                f"data.name={config.name}: choose another data.name or data.root"
+            )
         self._path, self._unit, self._text_field = path, config.unit, config.text_field
         self._root = path if path.is_dir() else path.parent
-        self._corpora = Path(config.root).resolve()
+        self._corpora = root
         self.held_out = patterns(config.validation_names)
 
     def listing(self) -> Listing:
@@ -41,12 +52,17 @@ class Text:
         names, counts = (
             walk(self._root, frozenset(), self._corpora) if self._path.is_dir() else ([self._path.name], None)
         )
-        digest, sizes = hashlib.sha256(), []
+        if self._unit is Unit.file:
+            for name in names:
+                require(self._root / name)
+        digest, times, sizes = hashlib.sha256(), hashlib.sha256(), []
         for name in names:
             facts = (self._root / name).stat()
             sizes.append(facts.st_size)
-            digest.update(f"{name}\0{facts.st_size}\0{facts.st_mtime_ns}\0".encode(errors="surrogateescape"))
+            digest.update(f"{name}\0{facts.st_size}\0".encode(errors="surrogateescape"))
+            times.update(f"{facts.st_mtime_ns}\0".encode())
         state = {"data.path": f"{len(names)} files, {sum(sizes)} bytes, state {digest.hexdigest()[:12]}"}
+        state[TIMES] = times.hexdigest()[:12]
         if self._unit is Unit.folder:
             names, sizes = _folders(names, sizes, counts)
         if not names:
@@ -65,27 +81,39 @@ class Text:
                 counts["empty"] += 1
         elif is_records(name):
             yield from read_records(path, name, self._text_field, place, counts)
-        elif b"\x00" in head(path):
-            counts["binary"] += 1
-        elif any(not portion.isspace() for portion in portions(path)):
+        elif (found := kind(path)) == "kept":
             yield Document(name, partial(portions, path))
         else:
-            counts["empty"] += 1
+            counts[found] += 1
+
+    def advice(self, listing: Listing) -> str:
+        for name in listing.names if self._unit is Unit.file else ():
+            if is_records(name) and (found := fields(self._root / name)):
+                return f"data.text_field={self._text_field} is none of theirs that has text: set it to one of {found}"
+        return "give text that has some"
 
     def _files(self, folder: Path, counts: Counter[str]) -> list[str]:
         """The files of a folder that have text."""
         kept = []
         for name in walk(folder, frozenset(), self._corpora)[0]:
-            data = head(folder / name)
-            kind = "binary" if b"\x00" in data else "kept" if data.strip() else "empty"
-            counts[f"files {kind}"] += 1
-            kept += [name] if kind == "kept" else []
+            found = kind(folder / name)
+            counts[f"files {found}"] += 1
+            kept += [name] if found == "kept" else []
         return kept
 
 
 def patterns(names: str | None) -> tuple[str, ...] | None:
-    """The patterns of data.validation_names; None where there are none."""
-    return tuple(name.strip() for name in names.split(",") if name.strip()) or None if names else None
+    """The patterns of data.validation_names; None where it is not set.
+
+    Raises:
+        ValueError: where it is set to none.
+    """
+    if not names:
+        return None
+    found = tuple(name.strip() for name in names.split(",") if name.strip())
+    if not found:
+        raise ValueError(f"data.validation_names={names} has no names: give patterns of names, or leave it out")
+    return found
 
 
 def _folders(names: list[str], sizes: list[int], counts: Counter[str]) -> tuple[list[str], list[int]]:

@@ -7,20 +7,19 @@ constant memory.
 
 import io
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import sentencepiece
 
 from data.format import DataError
 from data.sentence_piece import FILE, RAW, SPACE, SentencePiece, with_end
-from data.vocabulary import Batch, Pieces, Tokenizer
+from data.vocabulary import Batch, Tokenizer
 
-__all__ = ["Batch", "Tokenizer", "cuts", "load", "load_any", "train"]
+__all__ = ["Batch", "Tokenizer", "load", "load_any", "train"]
 
 SAMPLE_CHARS = 4_096  # sentences of the trainer, which drops longer ones than it is told to expect
 SAMPLE_TOTAL_CHARS = {"bpe": 32 << 20, "unigram": 12 << 20}  # of training documents; the latter takes 4 x as long
-LONGEST_SENTENCE = 65_536  # characters, where a line goes on and on
 INDENTS = (4, 8, 12, 16, 20, 24)
 
 
@@ -95,7 +94,9 @@ def load(path: Path | str) -> Tokenizer:
         raise DataError(f"{path} is missing: run `python -m data.prepare` with this run's data settings") from None
     except ImportError as error:
         raise DataError(f"{found} needs {error.name}: run `pip install {error.name}`") from None
-    except (RuntimeError, ValueError) as error:
+    except ValueError as error:
+        raise DataError(f"{found} {error}: run `python -m data.prepare --force`") from None
+    except RuntimeError as error:
         raise DataError(f"{found} is no tokenizer ({error}): run `python -m data.prepare --force`") from None
 
 
@@ -109,7 +110,7 @@ def load_any(path: Path | str, end_token: str | None = None) -> Tokenizer:
     Raises:
         ValueError: where there is no such file, it cannot be used, or has no such token.
     """
-    path = Path(path)
+    path = Path(path).expanduser()
     try:
         found = _file(path)
         model = found.read_bytes()
@@ -139,35 +140,10 @@ def _file(path: Path) -> Path:
 
 
 def _open(model: bytes, end_token: str | None = None) -> Tokenizer:
+    if not model:
+        raise ValueError("is empty")
     if model[:64].lstrip().startswith(b"{"):
         from data.imported import HuggingFace, with_end_token  # needs an extra that few have
 
         return HuggingFace(with_end_token(model, end_token))
     return SentencePiece(with_end(model, end_token))
-
-
-def cuts(pieces: Pieces, size: int) -> Iterator[str | None]:
-    """Sentences to train on: cut before the first newline after `size` characters, or after LONGEST_SENTENCE.
-
-    The None that starts a file stays. The cuts do not depend on the portions given.
-    """
-    rest = ""
-    for piece in pieces:
-        if piece is None:
-            if rest:
-                yield rest
-            rest = ""
-            yield None
-            continue
-        rest, start = rest + piece, 0
-        while True:
-            cut = rest.find("\n", start + size, start + LONGEST_SENTENCE)
-            if cut < 0:
-                if len(rest) - start < LONGEST_SENTENCE:
-                    break
-                cut = start + LONGEST_SENTENCE
-            yield rest[start:cut]
-            start = cut
-        rest = rest[start:]
-    if rest:
-        yield rest

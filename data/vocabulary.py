@@ -227,6 +227,13 @@ def to_bytes(text: str) -> bytes:
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError:
+        return _with_surrogates(text)
+
+
+def _with_surrogates(text: str) -> bytes:
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # only JSON gives such text
         return b"".join(
             part.encode("utf-8", "surrogateescape" if "\udc80" <= part <= "\udcff" else "surrogatepass")
             for part in _runs(text)

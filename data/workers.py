@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 GIVE_BACK_JOBS = 16  # after so many a process gives back memory
-FEW_JOBS = 4  # are done here, sooner than processes would have started
+FEW_JOBS = 4  # fewer are done here, sooner than processes would have started
 Info, Job, Result = TypeVar("Info"), TypeVar("Job"), TypeVar("Result")
 
 
@@ -28,7 +28,7 @@ def num_cpus() -> int:
 
 
 def in_order(
-    work: Callable[[Job], Result], jobs: Iterable[tuple[Info, Job]], workers: int
+    work: Callable[[Job], Result], jobs: Iterable[tuple[Info, Job]], workers: int, few: int = FEW_JOBS
 ) -> Iterator[tuple[Info, Result]]:
     """`work(job)` for each of `jobs`, with what came beside it, in their order.
 
@@ -36,16 +36,17 @@ def in_order(
         work: pickled once for each process, at its start. What it raises is raised here.
         jobs: asked for as room is, from this thread: at most two a process are under way.
         workers: processes; with 1, work is done here.
+        few: so many jobs are worth processes; fewer are done here.
 
     Raises:
         OSError: where a process dies.
     """
     jobs = iter(jobs)
-    few = list(itertools.islice(jobs, FEW_JOBS if workers > 1 else 0))
-    if len(few) == FEW_JOBS:
-        yield from _elsewhere(work, itertools.chain(few, jobs), workers)
+    first = list(itertools.islice(jobs, few if workers > 1 else 0))
+    if workers > 1 and len(first) == few:
+        yield from _elsewhere(work, itertools.chain(first, jobs), workers)
     else:
-        for info, job in itertools.chain(few, jobs):
+        for info, job in itertools.chain(first, jobs):
             yield info, work(job)
 
 

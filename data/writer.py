@@ -86,6 +86,8 @@ class ShardWriter:
             for file in self._files[2:]:
                 file.write(bytes(NPY_HEADER))
             self._offsets.write(bytes(8))
+            for path in (self._temporary, self.folder.parent, self.folder.parent.parent):
+                sync(path)  # the names: `mark` is of what is in the files
         return self
 
     def write(self, tokens: np.ndarray) -> None:
@@ -203,7 +205,7 @@ class ShardWriter:
             return open(path, "w+b", buffering=_PORTION)
         found = path.stat().st_size if path.is_file() else 0
         if found < size:
-            raise DataError(f"{path} has {found} of the {size} bytes that were marked: start over with --force")
+            raise DataError(f"{path} has {found} of the {size} bytes that were marked")
         file = open(path, "r+b", buffering=_PORTION)
         file.truncate(size)
         file.seek(size)

@@ -109,6 +109,24 @@ def test_text_never_becomes_a_special_token(files):
         assert tokenizer.decode(ids, start=True) == text or not tokenizer.lossless
 
 
+def test_merges_that_build_the_name_of_a_special_token(tmp_path):
+    """C072: the library gives its id to what merges build, even where it does not look for names."""
+    built = library.Tokenizer(models.BPE(unk_token="<unk>"))
+    built.pre_tokenizer, built.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    trainer = trainers.BpeTrainer(vocab_size=200, special_tokens=SPECIAL, show_progress=False)
+    built.train_from_iterator([f"{a}</s>{b} {a}</s>" for a in "abcdefgh" for b in "ijklmn"] + [prose(50)], trainer)
+    described = json.loads(built.to_str())
+    merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in described["model"]["merges"]]
+    assert "</s>" in map("".join, merges)
+    for form in (merges, [" ".join(pair) for pair in merges]):  # as they were written first
+        described["model"]["merges"] = form
+        (tmp_path / "tokenizer.json").write_text(json.dumps(described))
+        tokenizer = load_any(tmp_path)
+        for text in ("</s>", "see </s> there", "a</s>b"):
+            ids = tokenizer.encode(text)
+            assert tokenizer.eos_id not in ids and tokenizer.decode(ids, start=True) == text
+
+
 def test_what_json_can_hold_beside_unicode(files):
     tokenizer = load_any(files[1])
     ids = tokenizer.encode("a\udc80\ud800\u2581\x00b")

@@ -3,12 +3,15 @@
 import dataclasses
 import io
 import json
+import os
+import shlex
 import threading
 
 import numpy as np
 import pytest
 import sentencepiece
 
+from conf.compose import compose
 from conf.schema import Source
 from data import build, encoding, prepare, vocabulary
 from data.corpus import Corpus
@@ -110,6 +113,58 @@ def test_changed_files_do_not_overwrite(tmp_path):
     assert snapshot(folder) == before
 
 
+def test_only_times_of_change_differ(tmp_path):
+    config = text_config(tmp_path, books(tmp_path / "books"))
+    run(config)
+    os.utime(tmp_path / "books" / "book3.txt", (1, 1))
+    with pytest.raises(
+        ValueError, match=r"\(only times of change of files in data\.path differ, no name and no size\)"
+    ):
+        run(config)
+
+
+def test_text_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch):
+    """Also where it keeps its length: the digests would not be those of the tokens' text."""
+    config = text_config(tmp_path, books(tmp_path / "books"))
+    whole, path = snapshot(run(config)[0]), tmp_path / "books" / "book5.txt"
+    config.name, text, facts = "other", path.read_text(), path.stat()
+    load = build.load
+    with monkeypatch.context() as patch:
+        patch.setattr(build, "load", lambda folder: (path.write_text(text[::-1]), load(folder))[1])
+        with pytest.raises(ValueError, match="the text changed while it was prepared: run the same command again"):
+            run(config)
+    path.write_text(text)
+    os.utime(path, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    folder, said = run(config)
+    assert snapshot(folder) == whole and not any("going on" in line for line in said)
+
+
+def test_prepared_data_may_be_where_nothing_can_be_written(tmp_path, monkeypatch):
+    config = text_config(tmp_path, books(tmp_path / "books"))
+    folder, _ = run(config)
+    monkeypatch.setattr(prepare, "_only_one", None)
+    monkeypatch.setattr(type(folder), "mkdir", None)
+    assert "already prepared" in run(config)[1][0]
+
+
+def test_a_link_to_nothing_is_refused_at_the_start(tmp_path):
+    config = text_config(tmp_path, books(tmp_path / "books"))
+    (tmp_path / "corpora").mkdir()
+    (tmp_path / "corpora" / "mine").symlink_to(tmp_path / "gone")
+    with pytest.raises(ValueError, match=r"corpora/mine is a link to \S+gone, which does not exist: remove the link"):
+        run(config)
+    folder, _ = run(dataclasses.replace(config, name="there"))
+    (tmp_path / "corpora" / "mine").unlink()
+    (tmp_path / "corpora" / "mine").symlink_to(folder)
+    assert "already prepared" in run(config)[1][0]
+    run(dataclasses.replace(config, vocab_size=310), force=True)  # in the place of the link, not of what it leads to
+    assert (
+        not (tmp_path / "corpora" / "mine").is_symlink()
+        and "already prepared" in run(dataclasses.replace(config, name="there"))[1][0]
+    )
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".mine.lock", ".there.lock", "mine", "there"]
+
+
 @pytest.mark.parametrize("force", [False, True])
 def test_a_folder_of_somebody_else_is_never_touched(tmp_path, force):
     config = text_config(tmp_path, books(tmp_path / "books"))
@@ -164,7 +219,7 @@ def test_command(tmp_path, capsys):
         (["data=text"], 3, "data.path"),
         (["data.pth=x"], 3, "Did you mean data.path?"),
         (["--fast"], 3, "--help"),
-        (["data=text", "data.path=/root", "data.root=/proc/none"], 74, "/proc/none"),
+        (["data=text", f"data.path={__file__}", "data.root=/proc/none"], 74, "/proc/none"),
     ],
 )
 def test_errors_are_one_line(tmp_path, capsys, arguments, code, message):
@@ -179,6 +234,8 @@ def test_help_answers(capsys):
     shown = capsys.readouterr().out
     assert end.value.code == 0
     assert all(word in shown for word in ("data.path=", "data.name=", "--force", "exit codes", "data.vocab_size="))
+    quoted = next(word for word in shown.split() if "validation_names" in word)
+    assert compose(shlex.split(quoted)).data.validation_names == "A*,B"
 
 
 def test_unigram(tmp_path):
@@ -264,6 +321,8 @@ def test_shards_that_are_not_those_of_the_corpus_are_damage(tmp_path, damage):
         ({"source": Source.tokens}, "data=tokens is prepared already"),
         ({"root": "s3://bucket/x"}, "data.root=s3://bucket/x is a URL"),
         ({"end_token": "</s>"}, "data.end_token=</s> is for a data.tokenizer that is a file"),
+        ({"mixture": "mine:1"}, "data.mixture=mine:1 is for training: .*prepare each corpus by its own data.name"),
+        ({"validation_names": " ,"}, "data.validation_names= , has no names"),
         ({"tokenizer": "/no/such.model"}, "/no/such.model"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import resource
 import shutil
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from data import build, encoding, prepare, scan
+from data.corpus import Changed
+from data.format import DataError
 from data.workers import in_order
 from tests.corpora import FILLER, books, jsonl, run, snapshot, text_config
 from tests.drill import ROOT, Run, kill_drill, write_text
@@ -154,9 +157,129 @@ def test_damaged_leftovers_are_an_error_until_force(tmp_path, monkeypatch, small
         pytest.raises(OSError, run, config)
     for path in (tmp_path / "corpora" / ".mine.tmp").rglob("*.tmp/tokens.bin"):
         path.write_bytes(b"")
-    with pytest.raises(OSError, match=r"tokens\.bin has 0 of the \d+ bytes that were marked: start over with --force"):
-        run(config)
+    for _ in range(2):
+        with pytest.raises(
+            DataError, match=r"has 0 of the \d+ bytes that were marked .*remove \S+\.mine\.tmp to"
+        ) as error:
+            run(config)
+        assert "run the same command again" not in str(error.value)
     assert snapshot(run(config, force=True)[0]) == whole
+
+
+def test_a_finished_shard_that_is_missing_is_an_error(tmp_path, monkeypatch, small):
+    """A corpus without its documents is never published."""
+    config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
+    with monkeypatch.context() as patch:
+        failing(patch, encoding, "_write", 40)
+        pytest.raises(OSError, run, config)
+    shutil.rmtree(tmp_path / "corpora" / ".mine.tmp" / "train" / "00000")
+    with pytest.raises(DataError, match=r"train/00000 is missing, which was finished"):
+        run(config)
+
+
+class Killed(BaseException):
+    """Nothing is tidied after it, as by signal 9."""
+
+
+def killed_removing(monkeypatch, *wanted):
+    """Makes the first removal of a folder in which `wanted` are stop once these are gone."""
+    rmtree = shutil.rmtree
+
+    def replaced(path, *arguments, **options):
+        if all((Path(path) / name).exists() for name in wanted):
+            for name in wanted:
+                (rmtree if (Path(path) / name).is_dir() else os.unlink)(Path(path) / name)
+            raise Killed
+        rmtree(path, *arguments, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", replaced)
+
+
+@pytest.mark.parametrize("cause", ["settings", "force", "changed"])
+def test_killed_while_it_removes_what_was_begun(tmp_path, monkeypatch, small, cause):
+    """What is left of that is never gone on with."""
+    config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
+    whole = snapshot(run(config)[0])
+    shutil.rmtree(tmp_path / "corpora")
+    with monkeypatch.context() as patch:
+        failing(patch, encoding, "_write", 40)
+        pytest.raises(OSError, run, config)
+    assert (tmp_path / "corpora" / ".mine.tmp" / "train" / "00000").is_dir()
+    with monkeypatch.context() as patch:
+        killed_removing(patch, "train/00000")
+        if cause == "changed":
+            patch.setattr(encoding, "_write", raising(Changed()))
+        other = dataclasses.replace(config, shard_tokens=20_000) if cause == "settings" else config
+        pytest.raises(Killed, run, other, force=cause == "force")
+    folder, said = run(config)
+    assert snapshot(folder) == whole and not any("going on" in line for line in said)
+    assert sorted(path.name for path in folder.parent.iterdir()) == [".mine.lock", "mine"]
+
+
+@pytest.mark.parametrize("name", ["rows", "fates", "plan.json"])
+def test_killed_while_it_tidies_a_whole_corpus(tmp_path, monkeypatch, small, name):
+    config = text_config(tmp_path, mixed(tmp_path / "in"))
+    whole = snapshot(run(config)[0])
+    shutil.rmtree(tmp_path / "corpora")
+    with monkeypatch.context() as patch:
+        killed_removing(patch, name)
+        pytest.raises(Killed, run, config)
+    monkeypatch.setattr(prepare, "build", None)
+    assert snapshot(run(config)[0]) == whole
+
+
+def raising(error):
+    def function(*arguments):
+        raise error
+
+    return function
+
+
+def test_a_forced_run_goes_on(tmp_path, monkeypatch, small):
+    """By the same command, which says how to begin anew; without --force too, where nothing is in its place."""
+    config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=20_000)
+    run(config)
+    config.shard_tokens = 2_000
+    for at in (40, 20):
+        with monkeypatch.context() as patch:
+            failing(patch, encoding, "_write", at)
+            pytest.raises(OSError, run, config, force=True)
+    folder, said = run(config, force=True)
+    assert any(re.search(r"going on from .*\.mine\.tmp; remove that folder to begin anew", line) for line in said)
+    config.name = "again"
+    assert snapshot(run(config)[0]) == snapshot(folder)
+
+
+def test_what_systems_leave_in_folders_is_passed_by(tmp_path, monkeypatch, small):
+    config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
+    whole = snapshot(run(config)[0])
+    shutil.rmtree(tmp_path / "corpora")
+    with monkeypatch.context() as patch:
+        failing(patch, encoding, "_write", 40)
+        pytest.raises(OSError, run, config)
+    for name in (".DS_Store", ".nfs0001"):
+        (tmp_path / "corpora" / ".mine.tmp" / "train" / name).write_bytes(b"x")
+    folder, said = run(config)
+    assert any("going on" in line for line in said)
+    assert {name: data for name, data in snapshot(folder).items() if "/." not in name} == whole
+
+
+def test_errors_of_another_cause_leave_what_is_finished(tmp_path, monkeypatch, small):
+    config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
+    with monkeypatch.context() as patch:
+        failing(patch, encoding, "_write", 40)
+        pytest.raises(OSError, run, config)
+    with monkeypatch.context() as patch:
+        patch.setattr(encoding, "_write", raising(ValueError("something else")))
+        pytest.raises(ValueError, run, config)
+    assert any("going on" in line for line in run(config)[1])
+
+
+def test_a_full_disk_is_named_from_the_start(tmp_path, monkeypatch):
+    config = text_config(tmp_path, mixed(tmp_path / "in"))
+    monkeypatch.setattr(prepare, "put", raising(OSError(28, "No space left on device")))
+    with pytest.raises(OSError, match=r"No space left.*\.mine\.tmp"):
+        run(config)
 
 
 def test_bytes_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
@@ -167,7 +290,7 @@ def test_bytes_do_not_depend_on_the_number_of_processes(tmp_path, monkeypatch):
     whole, used = snapshot(run(config)[0]), []
     for module in (encoding, scan):
         monkeypatch.setattr(
-            module, "in_order", lambda w, j, workers: (used.append(workers), in_order(w, j, workers))[1]
+            module, "in_order", lambda w, j, workers, *few: (used.append(workers), in_order(w, j, workers, *few))[1]
         )
     config.name, config.workers = "two", 2
     assert snapshot(run(config)[0]) == whole and used == [2, 2]
@@ -188,6 +311,7 @@ def test_interrupted(tmp_path):
     write_text(tmp_path, 6.0)
     process = Run(tmp_path)
     while not list((tmp_path / ".text.tmp").glob("train/*")):
+        assert process.process.poll() is None, process.end()
         time.sleep(0.01)
     os.killpg(process.process.pid, signal.SIGINT)
     code, said = process.end()
@@ -202,6 +326,7 @@ def test_a_worker_that_is_killed_ends_the_command(tmp_path):
     write_text(tmp_path, 6.0)
     process = Run(tmp_path)
     while not list((tmp_path / ".text.tmp").glob("train/*")):
+        assert process.process.poll() is None, process.end()
         time.sleep(0.01)
     children = Path(f"/proc/{process.process.pid}/task/{process.process.pid}/children").read_text().split()
     workers = [pid for pid in children if "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text()]

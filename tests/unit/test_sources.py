@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import os
+import subprocess
 import sys
 from collections import Counter
 
@@ -20,6 +21,7 @@ from data.records import read_records
 from data.shards import open_tokens
 from data.text import Text
 from tests.corpora import FILLER, books, jsonl, run, snapshot, text_config, texts
+from tests.drill import ROOT
 
 
 def read(tmp_path, name, place=(0, 0), **options):
@@ -165,14 +167,75 @@ def test_a_missing_extra_is_named(tmp_path, monkeypatch, suffix, package):
     monkeypatch.setitem(sys.modules, package, None)
     (tmp_path / f"a{suffix}").write_bytes(b"x")
     with pytest.raises(ValueError, match=rf"a\{suffix} .*pip install {package}"):
-        run(text_config(tmp_path, tmp_path))
+        Text(text_config(tmp_path, tmp_path)).listing()
 
 
 def test_a_missing_column_is_named(tmp_path):
     table = pyarrow.Table.from_pylist([{"content": "a", "n": 1}])
     pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(ValueError, match=r"has no column 'text': set data.text_field to one of content, n"):
+    with pytest.raises(ValueError, match=r"has no column 'text': set data.text_field to one of content$"):
         run(text_config(tmp_path, tmp_path))
+    with pytest.raises(
+        ValueError, match=r"has no column 'n' of text, it is of int64: set data.text_field to one of co"
+    ):
+        run(text_config(tmp_path, tmp_path, text_field="n"))
+    table = pyarrow.Table.from_pylist([{"content": b"a", "n": 1}])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"has no column 'content' of text, it is of binary: write it again with"):
+        run(text_config(tmp_path, tmp_path, text_field="content"))
+
+
+@pytest.mark.parametrize("field", ["text", "n"])
+def test_a_missing_field_is_named(tmp_path, field):
+    path = jsonl(tmp_path / "a.jsonl", [{"content": "a", "n": 1, "title": "b"}])
+    with pytest.raises(ValueError, match=rf"data\.text_field={field} is none of .*set it to one of content, title"):
+        run(text_config(tmp_path, path, text_field=field))
+
+
+@pytest.mark.parametrize("unit", [Unit.file, Unit.folder])
+def test_a_file_that_begins_blank_is_text(tmp_path, unit):
+    """However long it is blank; one that is so to its end is empty."""
+    source = books(tmp_path / "in" / "a", 3).parent
+    (source / "a" / "late.txt").write_text(" " * 10_000 + "late")
+    (source / "a" / "never.txt").write_text(" \n" * 10_000)
+    folder, said = run(text_config(tmp_path, source, unit=unit, vocab_size=310, validation_fraction=0.2))
+    assert "late" in "".join(text for _, text in texts(folder).values())
+    assert any("1 empty, 4 kept" in line or "4 kept, 1 empty" in line for line in said)
+
+
+def test_names_that_are_no_utf8(tmp_path):
+    """They are documents like others, and messages with them can be written."""
+    name = os.fsdecode(b"caf\xe9.txt")
+    (books(tmp_path / "in", 4) / name).write_text(FILLER * 20)
+    arguments = ["data=text", f"data.path={tmp_path / 'in'}", f"data.root={tmp_path}", "data.vocab_size=300"]
+    done = subprocess.run(
+        [sys.executable, "-m", "data.prepare", *arguments, "model.vocab_size=300", "data.workers=1"],
+        cwd=ROOT,
+        capture_output=True,
+        env=os.environ | {"PYTHONUTF8": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert b"caf\\udce9.txt" in done.stdout and texts(tmp_path / "text")[name][1] == FILLER * 20
+
+
+def test_text_and_prepared_data_in_one_place_are_refused(tmp_path):
+    source = books(tmp_path / "in", 3)
+    with pytest.raises(ValueError, match=r"data\.path=\S+ is data\.root=\S+, where prepared data lies"):
+        run(text_config(tmp_path, source, root=str(source)))
+    for path in (source, source / "book0.txt"):
+        with pytest.raises(ValueError, match=r"lies where the prepared data is to be, data\.root=\S+ data\.name=in:"):
+            run(text_config(tmp_path, path, root=str(tmp_path), name="in"))
+    assert len(texts(run(text_config(tmp_path, source, root=str(tmp_path)))[0])) == 3
+
+
+def test_a_path_from_home(tmp_path, monkeypatch):
+    """Also of a tokenizer."""
+    source = books(tmp_path / "in", 3)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder, _ = run(text_config(tmp_path, "~/in"))
+    tokenizer = f"~/{(folder / 'tokenizer.model').relative_to(tmp_path)}"
+    again, _ = run(text_config(tmp_path, "~/in", name="again", tokenizer=tokenizer))
+    assert set(texts(again)) == {path.name for path in source.iterdir()}
 
 
 def test_a_folder_may_hold_all_kinds(tmp_path):

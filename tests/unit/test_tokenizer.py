@@ -12,10 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import vocabulary
+from data.corpus import LONGEST_SAMPLE, sentences
 from data.documents import Document
 from data.format import DataError
 from data.sentence_piece import SentencePiece
-from data.tokenizer import LONGEST_SENTENCE, Batch, cuts, load, load_any, train
+from data.tokenizer import Batch, load, load_any, train
 from tests.exactness import whole, whole_equals_chunked
 from tests.models import model_of
 
@@ -33,12 +34,12 @@ def code(lines=4000, seed=0):
 
 @pytest.fixture(scope="module", params=["bpe", "unigram"])
 def tokenizer(request):
-    return train(cuts([code()], 4096), 580, request.param)
+    return train(sentences(code(), 4096), 580, request.param)
 
 
 @pytest.fixture(scope="module")
 def merges():
-    return train(cuts([code()], 4096), 600)
+    return train(sentences(code(), 4096), 600)
 
 
 HARD = [
@@ -133,7 +134,7 @@ def test_any_text_cut_anywhere_equals_the_whole(merges, parts):
 
 def test_best_paths_cut_score_as_well_as_the_whole():
     """Unigram pieces: sums are rounded otherwise in long text, which may choose another of equally good paths."""
-    tokenizer = train(cuts([code()], 4096), 580, "unigram")
+    tokenizer = train(sentences(code(), 4096), 580, "unigram")
     documents = [Document(name, lambda text=text: iter([text])) for name, text in LONG.items()]
     report = whole_equals_chunked(documents, tokenizer, size=20_000)
     assert not report.lost and report.worst_score < 1e-4 and not tokenizer.exact
@@ -209,10 +210,9 @@ def test_pickled_tokenizers_are_the_same(tokenizer):
 
 def test_sentences_for_training_end_before_newlines():
     text = code(500, seed=5) + "z" * 200_000
-    parts = list(cuts([text], 4096))
-    assert "".join(parts) == text and max(map(len, parts)) <= LONGEST_SENTENCE
+    parts = list(sentences(text, 4096))
+    assert "".join(parts) == text and max(map(len, parts)) <= LONGEST_SAMPLE * 4096
     assert all(part.startswith("\n") for part in parts[1:-4])
-    assert list(cuts([text[:70_000], text[70_000:], None, "x"], 4096)) == [*parts, None, "x"]
 
 
 def test_indent_symbols_are_alive(tokenizer):
@@ -230,7 +230,7 @@ def test_bytes_of_pieces_add_up(tokenizer):
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 def test_exactly_the_vocabulary_asked_for(kind):
-    first, again, other = (train(cuts([code(seed=seed)], 4096), 580, kind) for seed in (0, 0, 9))
+    first, again, other = (train(sentences(code(seed=seed), 4096), 580, kind) for seed in (0, 0, 9))
     assert first.vocab_size == 580 and first.kind == kind and first.lossless and first.exact == (kind == "bpe")
     assert again.model_bytes == first.model_bytes and again.fingerprint == first.fingerprint != other.fingerprint
 
@@ -238,9 +238,9 @@ def test_exactly_the_vocabulary_asked_for(kind):
 def test_long_lines_are_learned_from():
     """C069: characters that occur only in lines of 10,000 bytes are in the vocabulary."""
     lines = ["short line"] * 200 + ["\u03a9 x" * 3000] * 20
-    trained = train(cuts(["\n".join(lines)], 4096), 290)
+    trained = train(sentences("\n".join(lines), 4096), 290)
     assert len(trained.encode("\u03a9")) == 1
-    assert train(cuts(["ab " * 5000], 4096), 275).vocab_size == 275
+    assert train(sentences("ab " * 5000, 4096), 275).vocab_size == 275
 
 
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
@@ -280,7 +280,7 @@ def test_load_names_what_is_wrong(tmp_path, tokenizer):
 def foreign(path, kind="bpe", **settings):
     """A model of SentencePiece's own settings but for `settings`."""
     model = io.BytesIO()
-    text = [part for part in cuts([code()], 200) if part]
+    text = list(sentences(code(), 200))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(text), model_writer=model, model_type=kind, vocab_size=500, minloglevel=2, **settings
     )
@@ -371,3 +371,20 @@ def test_files_that_are_none_are_refused(tmp_path):
     (tmp_path / "bad.json").write_bytes(b"{}")
     with pytest.raises(ValueError, match=r"bad\.json is no tokenizer\.json"):
         load_any(tmp_path / "bad.json")
+    (tmp_path / "null.json").write_bytes(b'{"model": {"vocab": {}}, "added_tokens": null}')
+    with pytest.raises(ValueError, match=r"null\.json is no tokenizer\.json"):
+        load_any(tmp_path / "null.json")
+    with pytest.raises(DataError, match=r"null\.json is no tokenizer\.json \(TypeError: .*\): run .*--force"):
+        load(tmp_path / "null.json")
+    (tmp_path / "empty.model").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"empty\.model is empty"):
+        load_any(tmp_path / "empty.model")
+
+
+def test_bytes_of_text_that_is_no_utf8():
+    """As the rule says, whatever way is fastest."""
+    for text, data in {
+        "caf\udce9 \u00e9": b"caf\xe9 \xc3\xa9",
+        "a\ud800\udce9\u00e9": b"a\xed\xa0\x80\xe9\xc3\xa9",
+    }.items():
+        assert vocabulary.to_bytes(text) == data

@@ -41,6 +41,11 @@ def test_results_come_in_order_and_few_are_under_way():
     assert n == 19 and os.getpid() not in processes and len(processes) == 2
 
 
+def test_how_few_jobs_are_done_here_may_be_said():
+    found = list(in_order(slow_square, ((None, n) for n in range(2)), 2, 2))
+    assert [square for _, (square, _) in found] == [0, 1] and os.getpid() not in {process for _, (_, process) in found}
+
+
 @pytest.mark.parametrize(("workers", "number"), [(1, 20), (2, FEW_JOBS - 1), (2, 0)])
 def test_one_process_or_few_jobs_are_done_here(workers, number):
     found = list(in_order(slow_square, ((None, n) for n in range(number)), workers))

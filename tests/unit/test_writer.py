@@ -107,7 +107,7 @@ def test_files_shorter_than_the_mark_are_refused(tmp_path, name):
     (tmp_path / "s").rename(tmp_path / "s.tmp")
     with open(tmp_path / "s.tmp" / name, "r+b") as file:
         file.truncate(8)
-    with pytest.raises(DataError, match=rf"s\.tmp/{name} has 8 of the \d+ bytes that were marked: .*--force"):
+    with pytest.raises(DataError, match=rf"s\.tmp/{name} has 8 of the \d+ bytes that were marked$"):
         ShardWriter(tmp_path / "s", VOCAB, "mark", state=state).__enter__()
 
 
