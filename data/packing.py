@@ -137,6 +137,9 @@ class Bins:
         index -= self._num_rest
         if index * self._length < self._epochs.num_tokens:  # no epoch has fewer: nothing need be counted
             return self._first_whole, index
+        if (self._length, self._short) not in self._epochs.num_dealt:
+            # Dealing an epoch tells how many sequences each has. With little padding this one is the one asked for.
+            self._whole(self._first_whole + index * self._length // self._epochs.num_tokens)
         epochs, at = divmod(index, self._num_whole)
         return self._first_whole + epochs, at
 

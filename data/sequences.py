@@ -113,6 +113,9 @@ class Interleaved:
         tokens, documents = self._tokens[source], self._documents(source, pieces)
         starts = tokens.offsets[documents] + pieces.first
         ahead = starts + pieces.length < tokens.offsets[documents + 1]  # it goes on: one token more is read
+        if len(pieces.item) == 1:  # a part of one document, as most of long sequences are: nothing to take together
+            line, labels = _with_labels(tokens, int(starts[0]), int(pieces.length[0]), bool(ahead[0]))
+            return line, labels, self._position(n, start, pieces)
         line = gather(tokens, starts, pieces.length + ahead)
         labels, ends = np.empty_like(line), np.cumsum(pieces.length + ahead)
         np.add(line[1:], 0, out=labels[:-1])  # copying to where all is shifted by a token takes several times as long
@@ -175,6 +178,16 @@ def check_documents(tokens: Tokens) -> None:
     """
     if not tokens.num_tokens:
         raise ValueError(f"{tokens.where} has no documents: prepare data that has some under another data.name")
+
+
+def _with_labels(tokens: Tokens, start: int, size: int, ahead: bool) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of one stretch and the next ones, int64 [size] each; `ahead`: the last one, too, has a next one."""
+    found = tokens.read(start, start + size + ahead)
+    labels = np.empty(size, np.int64)
+    labels[: size - 1 + ahead] = found[1:]
+    if not ahead:
+        labels[-1] = IGNORE
+    return found[:size].astype(np.int64), labels
 
 
 def gather(tokens: Tokens, starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
