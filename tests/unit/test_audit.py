@@ -14,30 +14,11 @@ from hypothesis import strategies as st
 from data.loader import Loader
 from data.stream import IGNORE, Source, Stage, TokenStream
 from tests.sources import Numbered
+from tests.takes import contiguous, striped, zigzag
 
 FIRST = [1_000_000, 2_000_000, 3_000_000]  # the number that is a source's first token; 0 is padding
 PER_STEP = 4  # sequences
 LENGTHS = [8, 16, 24]  # of sequences: 4 ranks have 2 chunks of each, or a stripe
-
-
-@dataclass(frozen=True)
-class Piece:
-    start: int
-    count: int
-    step: int = 1
-
-
-def contiguous(length, ranks, rank):
-    return [Piece(rank * length // ranks, length // ranks)]
-
-
-def zigzag(length, ranks, rank):
-    half = length // ranks // 2
-    return [Piece(rank * half, half), Piece((2 * ranks - 1 - rank) * half, half)]
-
-
-def striped(length, ranks, rank):
-    return [Piece(rank, length // ranks, ranks)]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ import itertools
 import threading
 import time
 import tracemalloc
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -14,26 +13,7 @@ from hypothesis import strategies as st
 
 from data.format import DataError
 from data.loader import GAP_TOKENS, PIECE_TOKENS, Loader, reads
-
-
-@dataclass(frozen=True)
-class Piece:
-    start: int
-    count: int
-    step: int = 1
-
-
-def contiguous(length, ranks, rank):
-    return (Piece(rank * length // ranks, length // ranks),)
-
-
-def zigzag(length, ranks, rank):
-    half = length // ranks // 2
-    return Piece(rank * half, half), Piece((2 * ranks - 1 - rank) * half, half)
-
-
-def striped(length, ranks, rank):
-    return (Piece(rank, length // ranks, ranks),)
+from tests.takes import Piece, contiguous, striped, zigzag
 
 
 def scattered(length, ranks, rank):

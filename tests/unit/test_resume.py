@@ -132,12 +132,17 @@ def test_stopped_before_it_got_its_name(tmp_path, monkeypatch, small):
     assert snapshot(run(config)[0]) == whole
 
 
+def stop(monkeypatch, config, at, **options):
+    """Prepares until the part `at` is to be written, which fails."""
+    with monkeypatch.context() as patch:
+        failing(patch, encoding, "_write", at)
+        pytest.raises(OSError, run, config, **options)
+
+
 @pytest.mark.parametrize("what", ["settings", "files", "force"])
 def test_what_was_begun_from_something_else_is_dropped(tmp_path, monkeypatch, small, what):
     config = text_config(tmp_path, mixed(tmp_path / "in"))
-    with monkeypatch.context() as patch:
-        failing(patch, encoding, "_write", 40)
-        pytest.raises(OSError, run, config)
+    stop(monkeypatch, config, 40)
     if what == "settings":
         config.shard_tokens = 10_000
     if what == "files":
@@ -152,9 +157,7 @@ def test_damaged_leftovers_are_an_error_until_force(tmp_path, monkeypatch, small
     config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=20_000)
     whole = snapshot(run(config)[0])
     shutil.rmtree(tmp_path / "corpora")
-    with monkeypatch.context() as patch:
-        failing(patch, encoding, "_write", 40)
-        pytest.raises(OSError, run, config)
+    stop(monkeypatch, config, 40)
     for path in (tmp_path / "corpora" / ".mine.tmp").rglob("*.tmp/tokens.bin"):
         path.write_bytes(b"")
     for _ in range(2):
@@ -169,9 +172,7 @@ def test_damaged_leftovers_are_an_error_until_force(tmp_path, monkeypatch, small
 def test_a_finished_shard_that_is_missing_is_an_error(tmp_path, monkeypatch, small):
     """A corpus without its documents is never published."""
     config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
-    with monkeypatch.context() as patch:
-        failing(patch, encoding, "_write", 40)
-        pytest.raises(OSError, run, config)
+    stop(monkeypatch, config, 40)
     shutil.rmtree(tmp_path / "corpora" / ".mine.tmp" / "train" / "00000")
     with pytest.raises(DataError, match=r"train/00000 is missing, which was finished"):
         run(config)
@@ -201,9 +202,7 @@ def test_killed_while_it_removes_what_was_begun(tmp_path, monkeypatch, small, ca
     config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
     whole = snapshot(run(config)[0])
     shutil.rmtree(tmp_path / "corpora")
-    with monkeypatch.context() as patch:
-        failing(patch, encoding, "_write", 40)
-        pytest.raises(OSError, run, config)
+    stop(monkeypatch, config, 40)
     assert (tmp_path / "corpora" / ".mine.tmp" / "train" / "00000").is_dir()
     with monkeypatch.context() as patch:
         killed_removing(patch, "train/00000")
@@ -241,9 +240,7 @@ def test_a_forced_run_goes_on(tmp_path, monkeypatch, small):
     run(config)
     config.shard_tokens = 2_000
     for at in (40, 20):
-        with monkeypatch.context() as patch:
-            failing(patch, encoding, "_write", at)
-            pytest.raises(OSError, run, config, force=True)
+        stop(monkeypatch, config, at, force=True)
     folder, said = run(config, force=True)
     assert any(re.search(r"going on from .*\.mine\.tmp; remove that folder to begin anew", line) for line in said)
     config.name = "again"
@@ -254,9 +251,7 @@ def test_what_systems_leave_in_folders_is_passed_by(tmp_path, monkeypatch, small
     config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
     whole = snapshot(run(config)[0])
     shutil.rmtree(tmp_path / "corpora")
-    with monkeypatch.context() as patch:
-        failing(patch, encoding, "_write", 40)
-        pytest.raises(OSError, run, config)
+    stop(monkeypatch, config, 40)
     for name in (".DS_Store", ".nfs0001"):
         (tmp_path / "corpora" / ".mine.tmp" / "train" / name).write_bytes(b"x")
     folder, said = run(config)
@@ -266,9 +261,7 @@ def test_what_systems_leave_in_folders_is_passed_by(tmp_path, monkeypatch, small
 
 def test_errors_of_another_cause_leave_what_is_finished(tmp_path, monkeypatch, small):
     config = text_config(tmp_path, mixed(tmp_path / "in"), shard_tokens=2_000)
-    with monkeypatch.context() as patch:
-        failing(patch, encoding, "_write", 40)
-        pytest.raises(OSError, run, config)
+    stop(monkeypatch, config, 40)
     with monkeypatch.context() as patch:
         patch.setattr(encoding, "_write", raising(ValueError("something else")))
         pytest.raises(ValueError, run, config)
