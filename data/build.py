@@ -23,7 +23,7 @@ from data.split import Plan, settle
 from data.tokenizer import SAMPLE_CHARS, SAMPLE_TOTAL_CHARS, load, train
 from data.vocabulary import Tokenizer
 from data.workers import apart, num_cpus
-from data.writer import publish, sync, write_json
+from data.writer import publish, put, sync
 
 LARGE_SAMPLE = 4 << 20  # bytes: training on more takes memory that is not to stay with this process
 LINE_SECONDS = 2.0  # between lines of progress where there is no terminal
@@ -179,13 +179,6 @@ def _describe(split: Path) -> dict[str, Any]:
             }
         )
     return totals | {"shards": entries}
-
-
-def put(path: Path, value: Any) -> None:
-    """Writes JSON so that the file is whole or not there."""
-    temporary = path.with_name(path.name + ".tmp")
-    write_json(temporary, value)
-    publish(temporary, path)
 
 
 @contextlib.contextmanager

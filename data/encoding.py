@@ -21,7 +21,7 @@ from data.format import token_dtype
 from data.growing import Split
 from data.vocabulary import Batch, Tokenizer
 from data.workers import give_back, in_order
-from data.writer import publish, write_json
+from data.writer import put
 
 MARK_SECONDS = 5.0  # between states
 JOB_CHARS = 1 << 20  # at least, of the batches sent to a process at once
@@ -129,9 +129,7 @@ def read_state(folder: Path) -> tuple[Position, dict[str, Any]]:
 def write_state(folder: Path, position: Position, splits: dict[str, Split]) -> None:
     """Replaces the state once everything written is on the disk."""
     marks = {split: shards.mark() for split, shards in splits.items()}
-    temporary = folder / (STATE + ".tmp")
-    write_json(temporary, {"position": vars(position), "splits": marks})
-    publish(temporary, folder / STATE)
+    put(folder / STATE, {"position": vars(position), "splits": marks})
 
 
 def _write(part: Part, ids: np.ndarray, num_bytes: int, restored: bool, shards: Split, position: Position) -> bool:

@@ -22,7 +22,7 @@ import numpy as np
 
 from conf.schema import DataConfig, Source, parse_length
 from data import documents
-from data.build import BEGUN, Say, build, put, tidy
+from data.build import BEGUN, Say, build, tidy
 from data.corpus import Changed
 from data.documents import SPLITS, Listing
 from data.encoding import STATE
@@ -32,7 +32,7 @@ from data.shards import open_tokens
 from data.text import TIMES, Text
 from data.tokenizer import load, load_any
 from data.vocabulary import Tokenizer
-from data.writer import publish, sync
+from data.writer import publish, put, sync
 
 RECIPE = 3  # counts up when the same documents and settings come to give other tokens
 TRAINED = ("bpe", "unigram")  # values of data.tokenizer that are no file

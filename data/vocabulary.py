@@ -170,11 +170,6 @@ class Tokenizer(ABC):
         parts = [self.encode_batch(batch) for batch in self.batches([text])]
         return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int32)
 
-    def encode_pieces(self, pieces: Pieces) -> Iterator[tuple[np.ndarray, int]]:
-        """Ids int32 [n] of one document, batch by batch, each with its number of characters; no end token."""
-        for batch in self.batches(pieces):
-            yield self.encode_batch(batch), batch.num_chars
-
     def decode(self, ids: Iterable[int], start: bool = False) -> str:
         """The text; bytes that are no UTF-8 come as surrogates, as errors="surrogateescape" gives them."""
         return self.decode_bytes(ids, start).decode("utf-8", "surrogateescape")

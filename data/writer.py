@@ -226,6 +226,13 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")
 
 
+def put(path: Path, value: Any) -> None:
+    """Writes JSON so that the file is whole or not there."""
+    temporary = path.with_name(path.name + ".tmp")
+    write_json(temporary, value)
+    publish(temporary, path)
+
+
 def publish(temporary: Path, place: Path) -> None:
     """Makes everything under `temporary` durable, then renames it to `place`: whole, or not there at all.
 

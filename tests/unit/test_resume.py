@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from data import build, encoding, prepare, scan
+from data import build, encoding, prepare, scan, writer
 from data.corpus import Changed
 from data.format import DataError
 from data.workers import in_order
@@ -58,11 +58,12 @@ def failing(monkeypatch, module, name, at):
     [
         (encoding, "_write", (1, 2, 9, 40, 70)),
         (encoding, "write_state", (1, 2, 12)),
-        (encoding, "publish", (1, 7)),
+        (encoding, "put", (1, 7)),
+        (writer, "publish", (2, 4, 9)),
         (build, "read_all", (1,)),
         (build, "settle", (1,)),
         (build, "train_tokenizer", (1,)),
-        (build, "write_json", (2, 3)),
+        (build, "put", (1, 2)),
         (build, "_describe", (2,)),
         (scan, "measure", (3,)),
     ],

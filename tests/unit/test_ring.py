@@ -4,6 +4,7 @@ from itertools import combinations, product
 
 import pytest
 import torch
+from torch import library
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from model.kernels import reference, sdpa
@@ -191,8 +192,8 @@ def test_the_op_on_one_rank(kernel, dtype):
 def test_the_op_is_well_formed():
     """Schema, fake, autograd and tracing agree with what it really does."""
     qkv, _, table = local_case()
-    torch.library.opcheck(ring.attend, (*qkv, table, "", "sdpa"))
-    torch.library.opcheck(ring.attend, (*(x.detach().bfloat16() for x in qkv), table, "", "sdpa"))
+    library.opcheck(ring.attend, (*qkv, table, "", "sdpa"))
+    library.opcheck(ring.attend, (*(x.detach().bfloat16() for x in qkv), table, "", "sdpa"))
 
 
 def test_gradcheck():

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 import torch
+from torch import library
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from conf.compose import compose
@@ -128,7 +129,7 @@ def test_products_that_run_again(policy):
     assert counted.flops == 48 * (6 * parameters + 2 * again)
 
 
-@torch.library.custom_op("longhaul_test::attention", mutates_args=())
+@library.custom_op("longhaul_test::attention", mutates_args=())
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """Stands in for attention: it keeps nothing and multiplies nothing."""
     return q.clone()

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -204,11 +205,11 @@ def test_the_slices_of_the_ring_ranks_shares_are_a_permutation(layout, ulysses_i
 def test_the_ops_keep_the_rules_of_custom_ops(echo, degree, heads, groups, length):
     for dtype, batch in ((torch.float64, 1), (torch.bfloat16, 2)):
         q, k, v, _ = (x.requires_grad_() for x in random_inputs(length, heads, groups, dtype, batch))
-        torch.library.opcheck(ulysses.to_heads, (q, k, v, str(degree), degree))
+        library.opcheck(ulysses.to_heads, (q, k, v, str(degree), degree))
         held = [x.detach() for x in ulysses.to_heads(q, k, v, str(degree), degree)]
-        torch.library.opcheck(ulysses.to_heads_backward, (*held, groups, str(degree), degree))
-        torch.library.opcheck(ulysses.to_tokens, (held[0].requires_grad_(), str(degree), degree))
-        torch.library.opcheck(ulysses.to_tokens_backward, (q.detach(), str(degree), degree))
+        library.opcheck(ulysses.to_heads_backward, (*held, groups, str(degree), degree))
+        library.opcheck(ulysses.to_tokens, (held[0].requires_grad_(), str(degree), degree))
+        library.opcheck(ulysses.to_tokens_backward, (q.detach(), str(degree), degree))
 
 
 def test_compiles_once_and_whole(echo):
