@@ -12,12 +12,14 @@ import signal
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent import futures
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection, wait
 from typing import Any, TypeVar
 
 GIVE_BACK_JOBS = 16  # after so many a process gives back memory
+LOOK_SECONDS = 1.0  # between looks whether all processes are alive
 FEW_JOBS = 4  # fewer are done here, sooner than processes would have started
 Info, Job, Result = TypeVar("Info"), TypeVar("Job"), TypeVar("Result")
 
@@ -66,6 +68,11 @@ def _elsewhere(
 
     def first() -> tuple[Info, Result]:
         info, future = pending.popleft()
+        while not future.done():
+            died = any(not process.is_alive() for process in list((pool._processes or {}).values()))
+            futures.wait([future], LOOK_SECONDS)
+            if died and not future.done():
+                _break(pool)
         return info, future.result()
 
     try:
@@ -82,11 +89,25 @@ def _elsewhere(
         ) from None
     except BaseException:
         stop.close()
+        _break(pool)
         raise
     finally:
         pool.shutdown(cancel_futures=True)
         stop.close()
         stopped.close()
+
+
+def _break(pool: ProcessPoolExecutor) -> None:
+    """Ends a pool's processes, and its threads, which do not always see that by themselves.
+
+    A process that ends while it sends a result, or holds the lock of the queue of jobs, leaves the pool's threads
+    waiting for the rest of it: in pipes whose other ends lie in this process, too, and therefore never break.
+    """
+    for process in list((pool._processes or {}).values()):
+        process.kill()
+    for end in (pool._result_queue._writer, pool._call_queue._reader):
+        if not end.closed:
+            end.close()
 
 
 @contextlib.contextmanager

@@ -1,6 +1,8 @@
 """Work in other processes."""
 
+import multiprocessing
 import os
+import signal
 import time
 from contextlib import closing
 
@@ -80,3 +82,22 @@ def test_work_apart_is_done_in_another_process():
 
 def test_cpus_are_those_this_process_may_use():
     assert 1 <= num_cpus() <= os.cpu_count()
+
+
+def large(job):
+    return bytes(30 << 20)  # takes longer to send than to make
+
+
+def test_a_process_killed_while_it_sends_is_noticed():
+    """Python's pool waits for the rest of what it was sending, for ever."""
+    with pytest.raises(OSError, match="one of 2 processes died"):
+        for _ in in_order(large, ((None, n) for n in range(500)), 2):
+            victim = multiprocessing.active_children()[0]
+            os.kill(victim.pid, signal.SIGKILL)
+
+
+def test_who_asks_for_results_gives_up_meanwhile():
+    with pytest.raises(KeyError):
+        with closing(in_order(large, ((None, n) for n in range(500)), 2)) as results:
+            for _ in results:
+                raise KeyError
