@@ -5,80 +5,107 @@
 Under torchrun or srun each process is one rank; started alone, this script starts the local processes it needs.
 """
 
+import functools
+import secrets
+import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from omegaconf import DictConfig
-from torch.optim import Optimizer
 
 from conf.schema import Degrees, TrainConfig, axes, load, longest_stage, resolve, settings, tokens_per_step
 from data.loader import Loader
 from data.stream import Sequences, Source, TokenStream
 from model.kernels import capability, self_test
-from model.transformer import Transformer
 from parallel.apply import attend_over, build_model
 from parallel.mesh import Mesh, build_mesh
 from parallel.ring import KERNELS, warm_up
 from parallel.take import Take
 from training import estimate, rehearse, runtime
 from training.agreement import agree, on_all_ranks, require_equal, together
-from training.checkpoint import Checkpoints
+from training.checkpoint.checkpoints import Checkpoints
 from training.corpus import Corpus, Leg, held_out, legs, open_corpus, open_stream, require_disjoint, sequence_cost
-from training.loop import Progress, train
+from training.lock import locked
+from training.loop import train
 from training.memory import planned
 from training.metrics import MetricsLog, peak_flops
+from training.metrics_files import has_row
 from training.optimizer import build_optimizer
+from training.out_of_memory import report_out_of_memory
+from training.save_clock import SaveClock
+from training.trainer import Progress, Trainer
 from training.validation import Validation
+from training.watch import Watch
 
 
 def run(config: TrainConfig) -> None:
     """One rank's part of the run. Collective over all ranks."""
-    with runtime.session(config) as rank:
+    with runtime.session(config) as rank, ExitStack() as stack:
         degrees = axes(config, rank.size) if config.context else resolve(config, rank.size)
         require_equal(settings(config))  # first: ranks with other axes would wait for each other in other groups
-        mesh = build_mesh(degrees, rank.device.type, config.run.timeout_seconds)
+        mesh = build_mesh(degrees, rank.device.type, config.timeouts.longest())
         kernel = together(lambda: choose_kernel(config, rank.device))
         corpus = together(lambda: open_corpus(config))
         agree(lambda: require_disjoint(corpus))
         stream = together(lambda: open_stream(config, corpus))
         require_equal(corpus.fingerprints | {"order of data": stream.fingerprint})
 
-        checkpoints = Checkpoints(Path(config.run.dir, config.run.name, "checkpoints"), config, mesh)
+        folder = Path(config.run.dir, config.run.name)
+        if not agree(lambda: stack.enter_context(locked(folder / "heartbeat" / "lock", "run.name"))):
+            rank.say(f"warning: {folder} is on a file system without locks: see to it that no other run is in it")
+        watch = stack.enter_context(Watch(folder / "heartbeat", rank, config, agree(lambda: secrets.token_hex(4))))
+        checkpoints = Checkpoints(folder / "checkpoints", config, mesh)
         model = build_model(config, mesh, attend_over(mesh, kernel), rank.device)
         optimizer = build_optimizer(model, config.optimizer)
-        progress = resume(config, checkpoints, model, optimizer, stream)
-        if progress.step >= config.train.steps:
+        saved = checkpoints.resume(config.run.resume, model, optimizer)
+        progress = where_it_stands(saved, stream)
+        if agree(lambda: has_row(folder, progress.step)):
+            progress = replace(progress, owed=None)
+        owing = progress.owed is not None  # the row of its last step
+        if progress.step >= config.train.steps and not owing:
             rank.say(complete(config, progress))
             return
-        ahead = together(lambda: legs(config, rank.size, progress.step, progress.stage, progress.sample))
-        with MetricsLog(config, rank.rank, progress.step) as metrics, ExitStack() as stack:
-            metrics.say(banner(config, degrees, kernel, rank.device, progress, corpus))
-            sizes = on_all_ranks(lambda: rank.node_size)
-            node_size = sizes[0] if len(set(sizes)) == 1 else 0
-            takes = [Take(leg.config, mesh, node_size, metrics.say) for leg in ahead]  # all: refused now or never
-            stack.enter_context(runtime.started())
-            warm_up(mesh.ring.name, takes[0].usual_route, rank.device)
-            flops = config.logging.peak_flops or peak_flops(rank.device, config.train.dtype)
-            for leg, take in zip(ahead, takes, strict=True):
-                model.use_rope(leg.config.model.rope_theta)
-                metrics.say(leg_banner(leg, take))
-                take.reserve(getattr(torch, config.train.dtype), rank.device)
-                with read_ahead(leg, stream.stage(leg.number), take, mesh) as loader:
-                    progress = train(
-                        leg.config,
-                        progress.entering(leg.number),
-                        mesh=mesh,
-                        model=model,
-                        optimizer=optimizer,
-                        stream=stream,
-                        loader=loader,
-                        validate=Validation(held_out(leg.config, corpus), take, leg.config, mesh),
-                        checkpoints=checkpoints,
-                        metrics=metrics,
-                        peak_flops=flops,
-                        device=rank.device,
-                    )
+        place = progress.step, progress.stage, progress.sample
+        ahead = together(lambda: legs(config, rank.size, *place, owing))
+        changes = saved["warnings"] if saved else ()
+        metrics = stack.enter_context(MetricsLog(config, rank.rank, progress.step - owing, changes))
+        for remark in saved["remarks"] if saved else ():
+            metrics.note(remark)  # said already
+        saves = SaveClock(config, rank.size, estimate.checkpoint_seconds(config, rank.size), time.monotonic())
+        metrics.say(banner(config, degrees, kernel, rank.device, progress, corpus, saves))
+        sizes = on_all_ranks(lambda: rank.node_size)
+        node_size = sizes[0] if len(set(sizes)) == 1 else 0
+        takes = [Take(leg.config, mesh, node_size, metrics.say) for leg in ahead]  # all: refused now or never
+        plan = functools.partial(plan_lines, ahead, takes)
+        stack.enter_context(report_out_of_memory(config, folder, rank.rank, plan, watch.where))
+        stack.enter_context(runtime.started())
+        warm_up(mesh.ring.name, takes[0].usual_route, rank.device)
+        flops = config.logging.peak_flops or peak_flops(rank.device, config.train.dtype)
+        trainer = Trainer(
+            mesh,
+            model,
+            optimizer,
+            stream,
+            checkpoints,
+            metrics,
+            watch,
+            rank.stop,
+            saves,
+            flops,
+            rank.device,
+            first_step=progress.step + 1,
+        )
+        for leg, take in zip(ahead, takes, strict=True):
+            model.use_rope(leg.config.model.rope_theta)
+            metrics.say(leg_banner(leg, take))
+            take.reserve(getattr(torch, config.train.dtype), rank.device)
+            validate = Validation(held_out(leg.config, corpus), take, leg.config, mesh)
+            with read_ahead(leg, stream.stage(leg.number), take, mesh) as loader:
+                progress = train(leg.config, progress.entering(leg.number), trainer, loader, validate)
+        trainer.close("done")
 
 
 def read_ahead(leg: Leg, sequences: Sequences, take: Take, mesh: Mesh) -> Loader:
@@ -107,24 +134,25 @@ def choose_kernel(config: TrainConfig, device: torch.device) -> str:
     return name
 
 
-def resume(
-    config: TrainConfig, checkpoints: Checkpoints, model: Transformer, optimizer: Optimizer, stream: TokenStream
-) -> Progress:
-    """Loads what `run.resume` asks for into model and optimizer, and says where the run stands.
-
-    Raises:
-        ValueError: where that is no checkpoint, or another model's, or would write over newer ones of this run.
-    """
-    path = checkpoints.choose(config.run.resume)
-    if path is None:
-        checkpoints.seed(step=0)
+def where_it_stands(saved: dict[str, Any] | None, stream: TokenStream) -> Progress:
+    """The place that a checkpoint's state tells of, or the beginning."""
+    if saved is None:
         return Progress()
-    state = checkpoints.load(path, model, optimizer)
-    return Progress(state["step"], state["tokens"], *stream.start(state["cursor"]))
+    if missing := {"step", "tokens", "cursor", "skipped", "skipped_in_a_row", "owed"} - saved.keys():
+        raise ValueError(f"{saved['path']} is of no run of ours: its state has no {', '.join(sorted(missing))}")
+    stage, sample = stream.start(saved["cursor"])
+    rest = (saved[name] for name in ("skipped", "skipped_in_a_row", "owed"))
+    return Progress(saved["step"], saved["tokens"], stage, sample, *rest)
 
 
 def banner(
-    config: TrainConfig, degrees: Degrees, kernel: str, device: torch.device, progress: Progress, corpus: Corpus
+    config: TrainConfig,
+    degrees: Degrees,
+    kernel: str,
+    device: torch.device,
+    progress: Progress,
+    corpus: Corpus,
+    saves: SaveClock,
 ) -> str:
     """What this run is, in a few lines, before its first step."""
     inside = f" (ulysses {degrees.ulysses} × ring)" if degrees.ulysses > 1 else ""
@@ -140,6 +168,7 @@ def banner(
             f"recompute {config.train.recompute}; auto reckons with cluster={config.cluster.name}{doubt}",
             f"tokens   {'; '.join(map(source_line, corpus.training))}; long documents {config.data.long}, short ones "
             f"{config.data.short}",
+            f"saves    {saves.sentence()}",
         ]
     )
 
@@ -163,6 +192,16 @@ def leg_banner(leg: Leg, take: Take) -> str:
             f"memory   {needs.peak_bytes / 1e9:.2f} GB of a rank at its peak{offloaded}, planned: {needs.moment}",
         ]
     )
+
+
+def plan_lines(ahead: list[Leg], takes: list[Take]) -> list[str]:
+    """Bytes of this rank by cause, at the peak of each leg, as `plan.py` reckons."""
+    lines = []
+    for leg, take in zip(ahead, takes, strict=True):
+        needs = planned(leg.config, leg.degrees, take.setting, take.ring.rank)
+        lines.append(f"{needs.peak_bytes / 1e9:10.3f} GB  stage {leg.number}, at its peak: {needs.moment}")
+        lines += [f"{size / 1e9:10.3f} GB  {cause}" for cause, size in needs.causes.items()]
+    return lines
 
 
 def complete(config: TrainConfig, progress: Progress) -> str:

@@ -151,7 +151,7 @@ def measure(job: Job) -> dict[str, Any]:
     config = compose(job.overrides)
     with runtime.session(config) as rank:
         degrees = resolve(config, rank.size)
-        mesh = build_mesh(degrees, rank.device.type, config.run.timeout_seconds)
+        mesh = build_mesh(degrees, rank.device.type, config.timeouts.longest())
         kernel = choose_kernel(config, rank.device)
         small = _small(config)
         wire(small, mesh, rank, kernel, job.change).step()

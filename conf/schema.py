@@ -281,6 +281,8 @@ class TrainSection:
     recompute: Recompute = Recompute.block
     offload: bool = False  # keep what recompute keeps in the host's memory (GPUs only)
     log_every: int = 1  # steps between lines of the log; metrics.jsonl has every step
+    # Steps in a row that may be skipped because loss or gradient is not finite; one more ends the run. 0 = none.
+    max_skipped_steps: int = 3
 
 
 @dataclass(kw_only=True)
@@ -307,8 +309,27 @@ class ValidationConfig:
 
 @dataclass(kw_only=True)
 class CheckpointConfig:
-    every: int = 50  # steps between checkpoints; the last step always writes one; 0 = the last step only
+    # Steps between checkpoints; null = as often as pays, by what a save costs and run.mtbf_hours; 0 = no interval. The
+    # last step always writes one.
+    every: int | None = None
     keep: int = 3  # newest checkpoints to keep; 0 = all
+    keep_every: int = 0  # checkpoints of steps that this divides stay, too; 0 = none
+    background: bool = False  # write while training goes on, from a copy in the host's memory
+
+
+@dataclass(kw_only=True)
+class TimeoutConfig:
+    """Seconds that a rank may be in one phase of a run. Longer is a stall: it is reported, and ends the run."""
+
+    start_seconds: int = 1800  # meeting the others; reading corpora, and a checkpoint
+    first_step_seconds: int = 1800  # compiles, allocates, opens connections
+    step_seconds: int = 600  # one micro-batch, its data included
+    save_seconds: int = 1800  # one checkpoint
+    validate_seconds: int = 600  # one micro-batch of held-out documents
+
+    def longest(self) -> int:
+        """Seconds after which a collective fails by itself, whatever its phase: later than any stall is reported."""
+        return max(dataclasses.asdict(self).values()) + 60
 
 
 @dataclass(kw_only=True)
@@ -317,7 +338,11 @@ class RunConfig:
     dir: str = "runs"
     rehearse: str | None = None  # "256:17" = two steps as rank 17 of 256, alone: on a CPU without memory or arithmetic
     resume: str = "auto"  # auto = the newest whole checkpoint of this run; never; or the path of a checkpoint
-    timeout_seconds: int = 600  # a collective that waits longer than this ends the run
+    # From SIGTERM or SIGUSR1 until the kill that will follow (Slurm: KillWait, 30 by default): a save must fit into it.
+    grace_seconds: float = 25.0
+    heartbeat_seconds: float = 10.0  # between the signs of life that a rank leaves in the run's folder
+    mtbf_hours: float | None = None  # mean time between failures of the whole run; null = 50,000 hours of one rank
+    memory_history: bool = False  # CUDA: record allocations, for the report that running out of memory leaves
 
 
 @dataclass(kw_only=True)
@@ -325,6 +350,7 @@ class LoggingConfig:
     wandb: Wandb = Wandb.disabled
     wandb_project: str = "longhaul"
     peak_flops: float | None = None  # of one rank; null = its data sheet, or a matmul timed at start
+    ranks_every: int = 50  # steps between lines on the slowest rank of each phase; 0 = never
 
 
 @dataclass(kw_only=True)
@@ -338,6 +364,7 @@ class TrainConfig:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    timeouts: TimeoutConfig = field(default_factory=TimeoutConfig)
     run: RunConfig = field(default_factory=RunConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
@@ -626,16 +653,18 @@ def _check_ranges(config: TrainConfig) -> None:
         "train.steps": train.steps,
         "train.micro_batch_size": train.micro_batch_size,
         "train.log_every": train.log_every,
-        "run.timeout_seconds": config.run.timeout_seconds,
-    }
+    } | {f"timeouts.{name}": seconds for name, seconds in dataclasses.asdict(config.timeouts).items()}
     for key, value in counts.items():
         if value < 1:
             raise ValueError(f"{key}={value} must be positive: use 1 or more")
     natural = {
         "validation.every": config.validation.every,
         "validation.sequences": config.validation.sequences,
-        "checkpoint.every": config.checkpoint.every,
+        "checkpoint.every": config.checkpoint.every or 0,
         "checkpoint.keep": config.checkpoint.keep,
+        "checkpoint.keep_every": config.checkpoint.keep_every,
+        "train.max_skipped_steps": train.max_skipped_steps,
+        "logging.ranks_every": config.logging.ranks_every,
         "parallel.prefetch": config.parallel.prefetch,
         "data.workers": config.data.workers,
         "optimizer.warmup_steps": optimizer.warmup_steps,
@@ -646,7 +675,7 @@ def _check_ranges(config: TrainConfig) -> None:
             raise ValueError(f"{key}={value} must not be negative: use 0 or more")
     for key, value, limit in (
         ("train.seed", train.seed, (1 << 63) - 1),
-        ("run.timeout_seconds", config.run.timeout_seconds, 10**8),
+        *((f"timeouts.{name}", seconds, 10**8) for name, seconds in dataclasses.asdict(config.timeouts).items()),
     ):
         if not 0 <= value <= limit:
             raise ValueError(f"{key}={value} is out of range: use 0 to {limit}")
@@ -672,6 +701,12 @@ def _check_ranges(config: TrainConfig) -> None:
         "disk_bytes_per_second",
     )
     positive |= {f"cluster.{name}": getattr(config.cluster, name) for name in rates}
+    positive |= {
+        "run.grace_seconds": config.run.grace_seconds,
+        "run.heartbeat_seconds": config.run.heartbeat_seconds,
+    }
+    if config.run.mtbf_hours is not None:
+        positive["run.mtbf_hours"] = config.run.mtbf_hours
     if config.logging.peak_flops is not None:
         positive["logging.peak_flops"] = config.logging.peak_flops
     for key, value in positive.items():

@@ -76,6 +76,7 @@ class Loader:
         prefetch: steps to keep ready; at least 1.
 
     Attributes:
+        sequences_per_step: over all data ranks and micro-batches.
         wait_seconds: time that the consumer has waited for data so far.
     """
 
@@ -96,7 +97,7 @@ class Loader:
         assert 0 <= data_rank < data_size, f"data rank {data_rank} of {data_size}"
         self._sequences, self._take, self._cost = sequences, take, cost
         self._sizes = {"accumulation": accumulation, "data_size": data_size, "micro_batch_size": micro_batch_size}
-        self._per_step = accumulation * data_size * micro_batch_size
+        self.sequences_per_step = accumulation * data_size * micro_batch_size
         self._data_rank, self._first_sequence, self._num_steps = data_rank, first_sequence, num_steps
         self.wait_seconds = 0.0
         self._ready: queue.Queue[list[Batch] | BaseException | None] = queue.Queue(max(1, prefetch))
@@ -144,7 +145,7 @@ class Loader:
             for step in range(self._num_steps):
                 documents = cache(self._sequences.documents)  # dealing and building ask for the same ones
                 dealt = sequences_of_step(
-                    documents, self._first_sequence + step * self._per_step, self._cost, **self._sizes
+                    documents, self._first_sequence + step * self.sequences_per_step, self._cost, **self._sizes
                 )
                 self._ready.put([self._build(numbers, documents) for numbers in dealt[:, self._data_rank].tolist()])
                 if self._stop.is_set():

@@ -17,10 +17,10 @@ from torch import Tensor
 
 
 @dataclass
-class ExchangeClock:
-    """Time spent waiting for exchanges: host seconds on CPU, time that the stream stood still on CUDA.
+class Stopwatch:
+    """Adds up the time between `start` and `stop`: host seconds on CPU, the stream's on CUDA.
 
-    NCCL's `wait()` only orders streams and returns at once: a pair of events brackets it there, read later.
+    What is launched on CUDA returns at once: a pair of events brackets it there, read later.
     """
 
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class ExchangeClock:
             self.seconds += time.perf_counter() - self.started
 
     def read_and_reset(self) -> float:
-        """Seconds waited since the last reading. On CUDA waits for the last exchange: read once a step."""
+        """Seconds since the last reading. On CUDA waits for the last `stop`: read once a step."""
         seconds, events = self.seconds, self.events
         self.seconds, self.events = 0.0, []
         if events:
@@ -51,7 +51,7 @@ class ExchangeClock:
         return seconds
 
 
-exchange_clock = ExchangeClock()
+exchange_clock = Stopwatch()  # waiting for exchanges; NCCL's `wait()` only orders streams
 
 
 class Pending(Protocol):

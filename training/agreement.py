@@ -5,10 +5,13 @@ For what is read from a file system or a clock, not for long work: the others wa
 """
 
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
+
+from parallel.collectives import all_total
 
 T = TypeVar("T")
 
@@ -37,6 +40,13 @@ def together(function: Callable[[], T]) -> T:
     results: list[T] = []
     on_all_ranks(lambda: results.append(function()))
     return results[0]
+
+
+def count_ranks(facts: Sequence[bool], group: dist.ProcessGroup, device: torch.device) -> list[int]:
+    """Of each fact, on how many ranks it holds: one all-reduce of small numbers. Collective over `group`."""
+    return [
+        int(number) for number in all_total(torch.tensor(facts, dtype=torch.float64, device=device), group).tolist()
+    ]
 
 
 def require_equal(facts: dict[str, str]) -> None:

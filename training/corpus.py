@@ -181,22 +181,27 @@ class Leg:
     steps: int
 
 
-def legs(config: TrainConfig, ranks: int, step: int = 0, stage: int = 0, sample: int = 0) -> list[Leg]:
+def legs(
+    config: TrainConfig, ranks: int, step: int = 0, stage: int = 0, sample: int = 0, owing: bool = False
+) -> list[Leg]:
     """From where a run stands to `train.steps`, stage by stage. What lies before or beyond is not asked for.
+
+    `owing`: begins with `stage` also where that has no steps left, for its last one was not validated.
 
     Raises:
         ValueError: where the rest of a stage is not a whole number of steps, or stages end before `train.steps`.
     """
     found = []
     for number, planned in list(enumerate(plan_stages(config)))[stage:]:
-        if step == config.train.steps:
+        owed = owing and number == stage
+        if step == config.train.steps and not owed:
             break
         of_stage, done = stages(config)[number], sample if number == stage else 0
         degrees = _resolve(of_stage, ranks, number if config.context else None)
         steps = config.train.steps - step
         if planned.num_sequences is not None:
             steps = min(steps, _steps_left(planned, done, steps, tokens_per_step(of_stage, degrees), number))
-        if steps:
+        if steps or owed:
             found.append(Leg(number, of_stage, degrees, step, done, steps))
         step += steps
     if step < config.train.steps:

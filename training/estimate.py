@@ -1,8 +1,8 @@
-"""Arithmetic only: parameters and FLOPs of a model. No torch, so that it answers on a login node at once."""
+"""Arithmetic only: parameters, FLOPs and checkpoints of a model. No torch: it answers on a login node at once."""
 
 from collections.abc import Iterable
 
-from conf.schema import ModelConfig
+from conf.schema import Dtype, ModelConfig, TrainConfig
 
 
 def num_parameters(model: ModelConfig) -> int:
@@ -16,6 +16,18 @@ def num_parameters(model: ModelConfig) -> int:
     embedding = model.padded_vocab_size * width
     tables = embedding if model.tie_embeddings else 2 * embedding
     return tables + model.num_layers * (sum(layer_matrices(model)) + vectors) + width
+
+
+def checkpoint_bytes(config: TrainConfig) -> int:
+    """Of all ranks together: weights as the optimizer changes them, and its two moments."""
+    element = 8 if config.train.dtype is Dtype.float64 else 4
+    return 3 * element * num_parameters(config.model)
+
+
+def checkpoint_seconds(config: TrainConfig, ranks: int) -> float:
+    """To write that, all nodes at once, at `cluster.disk_bytes_per_second` each."""
+    nodes = -(-ranks // config.cluster.node_gpus)
+    return checkpoint_bytes(config) / (nodes * config.cluster.disk_bytes_per_second)
 
 
 def matmul_parameters(model: ModelConfig) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from conf.schema import Degrees, Kernel, ModelConfig, Recompute, ReduceGradients, TrainConfig
+from conf.schema import Degrees, Device, Kernel, ModelConfig, Recompute, ReduceGradients, TrainConfig
 from model.blocks import Blocks, blocks, ffn_bytes, loss_bytes
 from model.kernels.scratch import of_tiles
 from parallel.pool import pool_bytes
@@ -31,6 +31,8 @@ class Memory:
         moment: what is computed then.
         moments: the sum at each moment of the step.
         host_bytes: of activations that are kept in the host's memory.
+        copy_bytes: of the host's memory, for the copy that a checkpoint is written from in the background; on CPUs that
+            is one of the causes.
         kernel_bytes: what attention's kernel takes while it runs, forward and backward.
     """
 
@@ -38,6 +40,7 @@ class Memory:
     moment: str
     moments: dict[str, float]
     host_bytes: float
+    copy_bytes: float
     kernel_bytes: tuple[int, int]
 
     @property
@@ -58,6 +61,7 @@ def memory(config: TrainConfig, degrees: Degrees, plans: Mapping[str, np.ndarray
         moment,
         {name: sum(causes.values()) for name, causes in moments.items()},
         step.host_bytes,
+        0 if step.on_cpu else step.copy,
         step.scratch,
     )
 
@@ -115,6 +119,13 @@ class _Step:
         tables = self.table if model.tie_embeddings else 2 * self.table
         rest = numel([*tables, (model.model_dim,)], degrees.shard)
         self.sharded = model.num_layers * numel(self.layer, degrees.shard) + rest
+        self.on_cpu = config.cluster.device is Device.cpu
+        self.copy = self._copy() if config.checkpoint.background else 0
+
+    def _copy(self) -> float:
+        """Of this rank's part of a checkpoint, which replicas share. PyTorch takes a power of two of pinned memory."""
+        size = 3 * self.sharded * self.wide * self.degrees.shard / (self.degrees.data * self.degrees.sequence)
+        return size if self.on_cpu else 1 << (math.ceil(size) - 1).bit_length()
 
     def _scratch(self, plans: Mapping[str, np.ndarray], num_heads: int, num_kv_heads: int) -> tuple[int, int]:
         """What attention takes inside of its one operation, forward and backward: the kernel, and an lse by rows."""
@@ -165,6 +176,7 @@ class _Step:
         return {
             "weights": self.sharded * self.wide,
             "optimizer": 2 * self.sharded * self.wide,
+            "copy for checkpoints": self.copy if self.on_cpu else 0,
             "ring buffers": sum(self.pool.values()),
             "batch": batches + angles,
         }

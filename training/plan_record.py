@@ -60,6 +60,9 @@ def record(plan: Plan) -> dict[str, Any]:
         ],
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_seconds": plan.checkpoint_seconds,
+        "checkpoint_interval_seconds": plan.saves.interval_seconds,
+        "mtbf_seconds": plan.saves.mtbf_seconds,
+        "expected_goodput": plan.saves.expected,
         "extra_forward_rings": int(config.train.recompute == "full" and plan.setting.ring_size > 1),
     }
 

@@ -5,6 +5,7 @@ from training.estimate import num_parameters
 from training.max_context import Longest
 from training.planning import Plan, shortage
 from training.refusals import slower
+from training.save_clock import duration
 from training.searching import Row, Search
 from training.step_time import COMMUNICATION, COMPUTE
 
@@ -145,8 +146,14 @@ def _traffic(plan: Plan) -> str:
 
 def _kept(plan: Plan) -> str:
     size, seconds = _bytes(plan.checkpoint_bytes), _seconds(plan.checkpoint_seconds)
-    lines = [f"checkpoint   {size}, written by {_nodes(plan)} in {seconds} s"]
-    if plan.config.train.offload:
+    saves, background = plan.saves, ", in the background" if plan.config.checkpoint.background else ""
+    interval, mtbf = duration(saves.interval_seconds), duration(saves.mtbf_seconds)
+    lines = [
+        f"checkpoint   {size}, written by {_nodes(plan)} in {seconds} s{background}",
+        f"goodput      {100 * saves.expected:.2f} % of the time in steps that count: a save each {interval}, a failure "
+        f"each {mtbf}",
+    ]
+    if plan.host_bytes:
         there = _bytes(plan.config.cluster.host_memory_bytes)
         lines.append(f"host memory  {_bytes(plan.host_bytes)} of {there} on each node")
     return "\n".join(lines)

@@ -5,7 +5,7 @@ refuse it. Nothing is clamped: a plan that does not fit is reported as it is.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -13,10 +13,11 @@ from conf.schema import Degrees, Device, TrainConfig, resolve
 from model.kernels import capability
 from parallel.choose import Choice
 from parallel.setting import Documents, Setting, whole
-from training.estimate import num_parameters
+from training.estimate import checkpoint_bytes, checkpoint_seconds
 from training.memory import Memory, memory
 from training.refusals import choose_kernel, refusals, slower
 from training.ring_time import Attention, play_all
+from training.save_clock import Forecast, forecast
 from training.timing import Timing, timing
 
 USABLE = 0.9  # of a GPU's memory: see `training.memory`
@@ -71,7 +72,8 @@ class Plan(Judged):
     Attributes:
         documents: of each sequence of a micro-batch.
         checkpoint_bytes, checkpoint_seconds: of all ranks together; all nodes write at once.
-        host_bytes: of one node, for what is offloaded.
+        saves: how often to write one, and the share of time that is left for steps that count.
+        host_bytes: of one node, for what is offloaded and for copies that checkpoints are written from.
     """
 
     config: TrainConfig
@@ -82,6 +84,7 @@ class Plan(Judged):
     conditions: tuple[Condition, ...]
     checkpoint_bytes: int
     checkpoint_seconds: float
+    saves: Forecast
     host_bytes: float
 
     @property
@@ -143,21 +146,45 @@ def plan(config: TrainConfig, ranks: int, documents: Sequence[Sequence[int]] | N
     judged = judge(config, degrees, documents)
     setting, needs = judged.setting, judged.memory
     attention = play_all(setting, documents, judged.choices)
-    cluster, on_node = config.cluster, min(config.cluster.node_gpus, ranks)
-    nodes = -(-ranks // cluster.node_gpus)
-    checkpoint_bytes = 3 * max(4, setting.shape.element_bytes) * num_parameters(config.model)
+    on_node = min(config.cluster.node_gpus, ranks)
+    time = timing(config, degrees, setting, documents, needs.host_bytes, attention)
+    seconds = checkpoint_seconds(config, ranks)
+    judged = replace(
+        judged, notes=(*judged.notes, *short_timeouts(config, time.step_seconds / degrees.accumulation, seconds))
+    )
+    blocked = seconds
+    if config.checkpoint.background:  # only while states are copied into the host's memory
+        blocked = checkpoint_bytes(config) / ranks / config.cluster.host_bytes_per_second
     return Plan(
         **vars(judged),
         config=config,
         degrees=degrees,
         documents=documents,
         attention=attention,
-        timing=timing(config, degrees, setting, documents, needs.host_bytes, attention),
+        timing=time,
         conditions=tuple(conditions(config, setting, attention)) if documents == whole(config) else (),
-        checkpoint_bytes=checkpoint_bytes,
-        checkpoint_seconds=checkpoint_bytes / (nodes * cluster.disk_bytes_per_second),
-        host_bytes=needs.host_bytes * on_node,
+        checkpoint_bytes=checkpoint_bytes(config),
+        checkpoint_seconds=seconds,
+        saves=forecast(config, ranks, blocked, time.step_seconds),
+        host_bytes=(needs.host_bytes + needs.copy_bytes) * on_node,
     )
+
+
+def short_timeouts(config: TrainConfig, micro_batch_seconds: float, save_seconds: float) -> Iterator[str]:
+    """Limits that would take a healthy run for a stalled one, in words: below twice what is planned."""
+    planned = {
+        "step_seconds": micro_batch_seconds,
+        "first_step_seconds": micro_batch_seconds,
+        "save_seconds": save_seconds,
+    }
+    for name, seconds in planned.items():
+        limit = getattr(config.timeouts, name)
+        if limit < 2 * seconds:
+            what = "checkpoint" if name == "save_seconds" else "micro-batch"
+            yield (
+                f"timeouts.{name}={limit} would end a run as stalled whose {what} takes longer: one takes "
+                f"{seconds:,.0f} s here, use {4 * seconds:.0f}"
+            )
 
 
 def judge(config: TrainConfig, degrees: Degrees, documents: Documents) -> Judged:
@@ -212,15 +239,17 @@ def limit_bytes(config: TrainConfig) -> float:
 def shortage(config: TrainConfig, degrees: Degrees, needs: Memory) -> str:
     """What there is too little of, in words; "" where all fits.
 
-    A rank's peak, and in its node's memory what the node's ranks offload; where ranks compute on CPUs, all they have.
+    A rank's peak; and in its node's memory what the node's ranks keep there, which is what they offload and what
+    checkpoints are written from, or, where ranks compute on CPUs, all they have.
     """
     peak, limit, cluster = peak_bytes(config, needs), limit_bytes(config), config.cluster
     on_node, there = min(cluster.node_gpus, degrees.world), cluster.host_memory_bytes
     if peak > limit:
         return f"memory: a rank needs {_gb(peak)} of {_gb(limit)}: {_gb(peak - limit)} too much"
-    if needs.host_bytes * on_node > there:
-        hosted = _gb(needs.host_bytes * on_node)
-        return f"host memory: a node's host needs {hosted} of {_gb(there)} for what its ranks offload"
+    if (hosted := (needs.host_bytes + needs.copy_bytes) * on_node) > there:
+        uses = ["what its ranks offload"] * bool(needs.host_bytes)
+        uses += ["copies that checkpoints are written from (checkpoint.background)"] * bool(needs.copy_bytes)
+        return f"host memory: a node's host needs {_gb(hosted)} of {_gb(there)} for {' and '.join(uses)}"
     if cluster.device is Device.cpu and peak * on_node > there:
         return (
             f"host memory: {on_node} ranks of a node share its memory (cluster.host_memory_bytes) and need "

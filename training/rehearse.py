@@ -95,7 +95,7 @@ def rehearse(config: TrainConfig, pool_times: int = 1) -> Rehearsal:
     size, rank = parse(str(config.run.rehearse))
     degrees = resolve(config, size)
     with runtime.alone(rank, size) as device, _own_pool():
-        mesh = build_mesh(degrees, device.type, config.run.timeout_seconds)
+        mesh = build_mesh(degrees, device.type, config.timeouts.longest())
         kernel = capability.choose(
             config.parallel.kernel,
             device.type,

@@ -12,10 +12,11 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,16 @@ from typing import Any
 import hydra
 import torch
 import torch.distributed as dist
+import yaml
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.rendezvous import rendezvous
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from conf.schema import TrainConfig, explain, register, resolve
 from training.launcher import PEER, say, start_ranks
+from training.signals import REQUEUE, SAY_SECONDS, Stopped, StopSignals, within
 from training.world import World, read_world
 
 BUG, USAGE, CONFIGURATION, INPUT_OUTPUT = 1, 2, 3, 74  # USAGE is what argparse exits with
@@ -109,7 +113,8 @@ def launch(run: Run, config: TrainConfig) -> None:
     resolve(config, size)
     if world is None and size > 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        code = start_ranks(functools.partial(_local_rank, run, config, size, store.port), size, PRELOAD)
+        rank = functools.partial(_local_rank, run, config, size, store.port)
+        code = start_ranks(rank, size, PRELOAD, config.run.grace_seconds)
         if code:
             sys.exit(code)
     else:
@@ -160,50 +165,110 @@ class Rank:
     size: int
     device: torch.device
     node_size: int = 0  # ranks on each node; 0 where nodes differ
+    stop: StopSignals = field(default_factory=StopSignals)
 
     def say(self, message: str) -> None:
         """Prints on rank 0."""
         if self.rank == 0:
             print(message, flush=True)
 
+    def flight_record(self) -> bytes:
+        """NCCL's last collectives, as the JSON of torch's flight recorder; empty where there is no NCCL."""
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+        return dump() if dump and self.device.type == "cuda" else b""
+
 
 @contextlib.contextmanager
 def session(config: TrainConfig) -> Iterator[Rank]:
-    """The default process group, and a device. Collective over all ranks, which leave together.
+    """The default process group, and a device. Collective over all ranks, which leave together, also by `Stopped`.
 
-    After a failure there is no last barrier: the others would wait for who is gone.
+    After any other failure there is no last barrier: the others would wait for who is gone.
 
     Raises:
         ValueError: where a machine has more ranks than devices.
-        dist.DistError: where the ranks do not meet within `run.timeout_seconds`.
+        dist.DistError: where the ranks do not meet within `timeouts.start_seconds`.
     """
     world = read_world(os.environ) or World(0, 1, 0)
-    device = pick_device(world)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // world.local_size))
+    with StopSignals(config.run.grace_seconds, functools.partial(_last_words, world.rank)) as stop:
+        device = pick_device(world)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            _record_flights(Path(config.run.dir, config.run.name))
+        if world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(max(1, torch.get_num_threads() // world.local_size))
+        _meet(world, device, config)
+        stopped = None
+        try:
+            try:
+                yield Rank(world.rank, world.size, device, world.node_size, stop)
+            except Stopped as error:  # agreed: nobody is gone
+                stopped = error
+                stop.begin()  # a peer that did not hear of it would be waited for, else
+            _leave_together(world, config)
+        except BaseException:
+            if world.size == 1:
+                dist.destroy_process_group()
+            raise
+        dist.destroy_process_group()
+        if stopped is not None:
+            raise stopped
+
+
+def _leave_together(world: World, config: TrainConfig) -> None:
+    """The last barrier, within `timeouts.step_seconds`: nothing else watches it, and the group waits much longer."""
+    limit = config.timeouts.step_seconds
+
+    def end_process() -> None:
+        text = f"other ranks have not reached the end of the run within timeouts.step_seconds={limit}"
+        within(SAY_SECONDS, lambda: say(text, world.rank or None))
+        os._exit(PEER)
+
+    timer = threading.Timer(limit + _turn(world.rank), end_process)
+    timer.daemon = True
+    timer.start()
     try:
+        dist.barrier()
+    finally:
+        timer.cancel()
+
+
+def _meet(world: World, device: torch.device, config: TrainConfig) -> None:
+    """Waits for all ranks, and makes the default process group of them."""
+    start = timedelta(seconds=config.timeouts.start_seconds)
+    longest = timedelta(seconds=config.timeouts.longest())
+    try:
+        if world.rendezvous:
+            store, _, _ = next(rendezvous(world.rendezvous, world.rank, world.size, timeout=start))
+            # The agent's store lets everybody in at once, and the groups below would wait with their own timeout.
+            if store.add("met", 1) == world.size:
+                store.set("all met", "")
+            store.wait(["all met"], start)
+            store.set_timeout(longest)
+        else:
+            store = dist.HashStore()
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
-            init_method=world.rendezvous or None,
-            store=None if world.rendezvous else dist.HashStore(),
+            store=dist.PrefixStore("world", store),
             rank=world.rank,
             world_size=world.size,
-            timeout=timedelta(seconds=config.run.timeout_seconds),
+            timeout=longest,
             device_id=device if device.type == "cuda" else None,
         )
     except dist.DistError as error:
         error.add_note(f"{world.size} ranks did not meet at {world.rendezvous}: see MASTER_ADDR, MASTER_PORT")
         raise
-    try:
-        yield Rank(world.rank, world.size, device, world.node_size)
-        dist.barrier()
-    except BaseException:
-        if world.size == 1:
-            dist.destroy_process_group()
-        raise
-    dist.destroy_process_group()
+
+
+def _record_flights(folder: Path) -> None:
+    """Has NCCL keep its last collectives, and write them into the run's folder where one of them times out.
+
+    The recorder has had two names for each setting; the environment's own values stay.
+    """
+    for name in ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        os.environ.setdefault(name, "2000")
+    for name in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+        os.environ.setdefault(name, str((folder / "heartbeat" / "nccl_rank_").absolute()))  # the number is added
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
 
 
 @contextlib.contextmanager
@@ -243,7 +308,7 @@ def exit_code(error: BaseException) -> int:
     """What this error means to whoever started us; a class can bring a code of its own as `exit_code`."""
     if hasattr(error, "exit_code"):
         return error.exit_code
-    if isinstance(error, HydraException | OmegaConfBaseException | ValueError):
+    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError | ValueError):
         return CONFIGURATION
     if isinstance(error, OSError):
         return INPUT_OUTPUT
@@ -265,15 +330,30 @@ def exit_codes(rank: int, shared: bool = False) -> Iterator[None]:
         raise
     except KeyboardInterrupt:
         raise SystemExit(128 + signal.SIGINT) from None
+    except Stopped as stopped:  # all ranks have left the session together, and their peers with them
+        if rank == 0:
+            say(str(stopped), error=False)
+        raise SystemExit(REQUEUE) from None
     except BaseException as error:
         code = exit_code(error)
         if rank or code == PEER:
-            time.sleep(1 + 0.25 * (rank % 8))
+            time.sleep(_turn(rank) or 1)
         if rank == 0 or not (shared or getattr(error, "agreed", False)):
             if code == BUG or sys.flags.dev_mode:
                 traceback.print_exception(error)
             say(_one_line(error, code), rank or None)
         raise SystemExit(code) from None
+
+
+def _turn(rank: int) -> float:
+    """Seconds after rank 0 at which a rank says what all of them may have met: by then it can have been ended."""
+    return 1 + 0.25 * (rank % 8) if rank else 0.0
+
+
+def _last_words(rank: int, message: str) -> None:
+    """Says why a signal ends this process. Rank 0 speaks for all: whoever stops a run signals all its ranks."""
+    if rank == 0:
+        say(message, error=False)
 
 
 def _one_line(error: BaseException, code: int) -> str:

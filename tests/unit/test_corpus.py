@@ -132,6 +132,7 @@ def test_legs_of_a_run(tmp_path):
     assert steps(legs(whole, 1)) == [(0, 0, 0, 2), (1, 2, 0, 3), (2, 5, 0, 4)]
     assert steps(legs(whole, 1, step=3, stage=1, sample=2)) == [(1, 3, 2, 2), (2, 5, 0, 4)]
     assert steps(legs(whole, 1, step=2, stage=0, sample=8)) == [(1, 2, 0, 3), (2, 5, 0, 4)]
+    assert steps(legs(whole, 1, 2, 0, 8, owing=True)) == [(0, 2, 8, 0), (1, 2, 0, 3), (2, 5, 0, 4)]
     # A smaller batch came before: 7 steps of 8 tokens, and one of them is left.
     small = config(tmp_path, STAGES, "train.global_batch_tokens=16", "train.steps=20", "parallel.sequence=1")
     assert steps(legs(config(tmp_path, STAGES, "train.steps=9"), 1, step=7, sample=7)) == [(0, 7, 7, 1), (1, 8, 0, 1)]

@@ -74,6 +74,39 @@ def test_a_plan_holds_what_a_checkpoint_and_the_host_take():
     assert sum(found.causes.values()) == pytest.approx(found.peak_bytes)
 
 
+def test_a_save_in_the_background_needs_a_copy():
+    """On GPUs in the host's memory, which can be too small for it; on CPUs in the rank's own."""
+    states = 12 * 8_030_261_248
+    found = plan(compose([*H100, "checkpoint.background=true"]), 32)
+    assert found.host_bytes == 8 * 2**32 > states / 4  # of one of four nodes, in powers of two
+    assert found.peak_bytes == plan(compose(H100), 32).peak_bytes
+    small = compose([*H100, "checkpoint.background=true", "cluster.host_memory_bytes=20e9"])
+    needs = plan(small, 32).memory
+    assert "checkpoint.background" in shortage(small, resolve(small, 32), needs)
+    on_cpu = [plan(compose([*SMALL, f"checkpoint.background={wish}"]), 1) for wish in ("true", "false")]
+    assert on_cpu[0].peak_bytes - on_cpu[1].peak_bytes == on_cpu[0].checkpoint_bytes == 12 * 2_491_008
+
+
+def test_a_plan_tells_how_often_to_save_and_what_is_left():
+    """Young: sqrt(2 · seconds of a save · mean time between failures); about twice save / interval is lost."""
+    saves = plan(compose([*H100, "run.mtbf_hours=10"]), 32).saves
+    assert saves.mtbf_seconds == 36_000 and saves.save_seconds == pytest.approx(12 * 8_030_261_248 / 20e9)
+    young = (2 * saves.save_seconds * 36_000) ** 0.5
+    assert saves.interval_seconds == pytest.approx(young, rel=0.01)
+    lost = 2 * saves.save_seconds / young + 300 / 36_000
+    assert 1 - saves.expected == pytest.approx(lost, rel=0.05)
+    given = plan(compose([*H100, "run.mtbf_hours=10", "checkpoint.every=1000"]), 32)
+    assert given.saves.interval_seconds == pytest.approx(1000 * given.timing.step_seconds)
+    assert given.saves.expected < saves.expected
+
+
+def test_a_plan_warns_of_timeouts_that_end_healthy_runs():
+    slow = [*H100, "timeouts.step_seconds=60", "timeouts.save_seconds=5"]
+    notes = " ".join(plan(compose(slow), 32).notes)
+    assert "timeouts.step_seconds=60 " in notes and "timeouts.save_seconds=5 " in notes and "first_step" not in notes
+    assert "timeouts" not in " ".join(plan(compose(H100), 32).notes)
+
+
 def test_ranks_are_the_product_of_the_axes():
     assert default_ranks(compose(["parallel.sequence=4", "model.num_kv_heads=2", "parallel.tensor=2"])) == 8
     assert default_ranks(compose(["parallel.sequence=4", "parallel.data=3"])) == 12

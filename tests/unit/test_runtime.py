@@ -1,14 +1,18 @@
 """What the environment says, how many ranks a machine starts, and which exit code an error means."""
 
+import os
+import signal
 import stat
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from conf.compose import compose
-from training import agreement, runtime
+from training import agreement, launcher, runtime
 from training.launcher import first_cause
 from training.world import World, first_host, port_of_job, read_world
 
@@ -218,8 +222,23 @@ def test_first_cause(codes: list[int], code: int) -> None:
     assert first_cause(codes) == code
 
 
+def test_a_signal_meets_a_rank_that_has_just_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fork server has reaped it, and its exit is not known here yet."""
+    monkeypatch.setattr(launcher, "STOPPED_SECONDS", 0.1)
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    sentinel, never = os.pipe()
+    heard, write_end = os.pipe()
+    os.write(write_end, bytes([signal.SIGTERM]))
+    rank = SimpleNamespace(pid=gone.pid, sentinel=sentinel)
+    assert launcher._wait([rank], heard, grace_seconds=0) == ([], signal.SIGTERM, 0)
+    for descriptor in (sentinel, never, heard, write_end):
+        os.close(descriptor)
+
+
 class Unstable(RuntimeError):
     exit_code = 70
+    agreed = True
 
 
 @pytest.mark.parametrize(
@@ -252,6 +271,13 @@ def test_other_ranks_keep_quiet_about_what_all_met(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit) as leaving, runtime.exit_codes(1, shared=True):
         raise ValueError("refused")
     assert leaving.value.code == 3
+    assert capsys.readouterr().err == ""
+
+
+def test_other_ranks_keep_quiet_about_what_all_raise(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as leaving, runtime.exit_codes(1):
+        raise Unstable("loss nan")
+    assert leaving.value.code == 70
     assert capsys.readouterr().err == ""
 
 

@@ -191,4 +191,5 @@ def test_every_option_is_read_somewhere():
     for section in dataclasses.fields(TrainConfig):
         kind = ContextStage if section.name == "context" else section.type
         for option in dataclasses.fields(kind):
-            assert f".{option.name}" in code, f"{section.name}.{option.name}"
+            read = f'"{option.name}"' if section.name == "timeouts" else f".{option.name}"  # looked up by phase
+            assert read in code, f"{section.name}.{option.name}"
