@@ -13,11 +13,12 @@ DEV = import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project
 INSTALL = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --requirement /dev/stdin
 
 .SILENT:
-.PHONY: help setup setup-dev train million test lint ci clean clean-venv
+.PHONY: help setup setup-dev train million drill test lint ci clean clean-venv
 
 help:
 	echo "make train      prepare the corpus, then train   (overrides: make train ARGS=\"train.steps=200 model=debug\")"
 	echo "make million    train on a document of a million tokens, over four processes: half an hour   (minutes: ARGS=--quick)"
+	echo "make drill      kill a training run 100 times at random moments and resume it: does the same come of it?   (minutes: ARGS=--quick)"
 	echo "make test       run the tests"
 	echo "make setup      create .venv with what training needs   (another Python: make setup PYTHON=python3.12)"
 	echo "make setup-dev  the same, with the tools for tests and lint"
@@ -54,8 +55,14 @@ train: setup
 million: setup
 	$(BIN)/python benchmarks/million.py $(ARGS)
 
+# A benchmark, too: figures and criteria.
+drill: setup
+	$(BIN)/python benchmarks/drill.py $(ARGS)
+
+# Unit tests on all cores, one thread each; the others start processes of their own.
 test: setup-dev
-	$(BIN)/python -m pytest tests/unit tests/distributed -q --durations=15 --durations-min=2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit -q -n auto --durations=10 --durations-min=2
+	$(BIN)/python -m pytest tests/distributed -q --durations=15 --durations-min=2
 
 lint: setup-dev
 	$(BIN)/ruff check --quiet .
