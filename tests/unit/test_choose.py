@@ -238,9 +238,9 @@ def test_unknown_names_are_refused(options):
         chosen([(100,)], 2, **options)
 
 
-@pytest.mark.parametrize(("ranks", "limit"), [(32, 0.5), (256, 2.0)])
+@pytest.mark.parametrize(("ranks", "limit"), [(32, 1.0), (256, 4.0)])
 def test_choosing_takes_no_time_to_speak_of(ranks, limit):
-    """Processor time: others may use the machine."""
+    """Processor time, twice what a quiet machine takes: others may use the same core's other half."""
     documents = cut(200, seed=2)
     seconds = []
     for _ in range(2):
