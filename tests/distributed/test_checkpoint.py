@@ -99,6 +99,7 @@ def interrupted_and_not(folder):
     assert torch.rand(5).tolist() == drawn
     assert same_bits(resumed.everything(), expected)
     path, config, layout = state.pop("path"), state.pop("config"), state.pop("layout")
+    assert (state.pop("warnings"), state.pop("remarks")) == ([], [])
     assert state == {"step": 4, "tokens": 400, "cursor": {"tokens": 400, "epoch": 0}}
     assert path == str(folder / "step_00000004") and config["model"]["model_dim"] == 6 and layout["sequence"] == 2
     return drawn
