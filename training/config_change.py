@@ -131,7 +131,7 @@ def check(
         ValueError: where forbidden options differ, or the checkpoint has set one of the model that this version does
             not know; naming each, both values, and what to use.
     """
-    now, then = _flat(dataclasses.asdict(config)), _flat(saved)
+    now, then = flat(dataclasses.asdict(config)), flat(saved)
     by_layout = saved_layout is not None and layout is not None
     warnings, refused = _differences(now, then, skip=("train.global_batch_tokens",) if by_layout else ())
     if refused:
@@ -152,7 +152,7 @@ def _differences(
     now: dict[str, Any], then: dict[str, Any], skip: tuple[str, ...]
 ) -> tuple[list[str], dict[str, str | None]]:
     """Warnings; and what is refused, with the override that helps: None where this version has none."""
-    defaults = _flat(dataclasses.asdict(TrainConfig()))
+    defaults = flat(dataclasses.asdict(TrainConfig()))
     warnings, refused = list[str](), dict[str, str | None]()
     for key in sorted(now.keys() | then.keys()):
         kind = class_of(key)
@@ -201,15 +201,15 @@ def _batch_warning(
     return [f"{key}={shown(after)}, was {shown(before)} in the checkpoint: {WARNED[key]}"]
 
 
-def _flat(sections: dict[str, Any]) -> dict[str, Any]:
+def flat(sections: dict[str, Any]) -> dict[str, Any]:
     """Options by their dotted keys; `context`, which is a list, as one."""
-    flat = {}
+    found = {}
     for section, options in sections.items():
         if isinstance(options, dict):
-            flat |= {f"{section}.{name}": value for name, value in options.items()}
+            found |= {f"{section}.{name}": value for name, value in options.items()}
         else:
-            flat[section] = options
-    return flat
+            found[section] = options
+    return found
 
 
 def _override(key: str, value: Any) -> str:

@@ -121,7 +121,7 @@ def test_no_more_is_looked_into_than_is_needed(tmp_path, monkeypatch):
 
 def test_the_name_of_the_first_one_lasts(tmp_path, monkeypatch):
     """The folder of checkpoints is new in that of the run, too."""
-    flushed, flush = [], files.fsync_folder
-    monkeypatch.setattr(files, "fsync_folder", lambda path: (flushed.append(path), flush(path)))
+    flushed, flush = [], files.sync
+    monkeypatch.setattr(files, "sync", lambda path: (flushed.append(path), flush(path)))
     make(tmp_path / "checkpoints" / "step_00000004")
     assert tmp_path in flushed

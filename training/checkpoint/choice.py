@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from data.writer import sync
 from training.checkpoint.files import (
     INDEX,
     MANIFEST,
@@ -20,7 +21,6 @@ from training.checkpoint.files import (
     checked_manifest,
     finished,
     free_name,
-    fsync_folder,
     partial_of,
     quick_problem,
     step_of,
@@ -96,7 +96,7 @@ def tidy(newest: Path, skipped: Iterable[Path], keep: int, keep_every: int) -> l
     here is an error: the checkpoint counts.
     """
     try:
-        fsync_folder(newest.parent)
+        sync(newest.parent)
         for path in skipped:
             if path != newest and path.exists():
                 aside = path.rename(free_name(path, "skipped"))

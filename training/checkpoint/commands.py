@@ -16,7 +16,7 @@ from conf.schema import TrainConfig
 from training.checkpoint.blocks import read_blocks
 from training.checkpoint.files import MANIFEST, CheckpointError, checked_manifest, finished
 from training.checkpoint.index import Index, open_checkpoint
-from training.config_change import shown
+from training.config_change import flat, shown
 
 MOST_TOLD = 20  # damaged blocks of one file
 
@@ -113,7 +113,7 @@ def show(path: Path) -> int:
             if name.startswith(kind):
                 counts[entry.dtype] = counts.get(entry.dtype, 0) + entry.num_elements
         print(f"{told:<10} {', '.join(f'{number:,} {dtype}' for dtype, number in sorted(counts.items())) or 'none'}")
-    defaults, changed = _flat(asdict(TrainConfig())), _flat(manifest["config"])
+    defaults, changed = flat(asdict(TrainConfig())), flat(manifest["config"])
     lines = [
         f"  {shown(key)}={shown(value)}"
         for key, value in changed.items()
@@ -121,14 +121,6 @@ def show(path: Path) -> int:
     ]
     print("config, where it is not the default\n" + "\n".join(lines))
     return 0
-
-
-def _flat(sections: dict[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for section, options in sections.items():
-        options = options if isinstance(options, dict) else {"": options}
-        flat |= {f"{section}.{key}".rstrip("."): value for key, value in options.items()}
-    return flat
 
 
 def _num_bytes(path: Path) -> int:

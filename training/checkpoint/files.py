@@ -11,6 +11,8 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from data.writer import sync
+
 FORMAT = "longhaul checkpoint 2"
 MANIFEST, INDEX = "manifest.json", "tensors.json"
 PART = re.compile(r"rank_[0-9]{5,7}\.bin")  # the pieces of tensors that one rank wrote
@@ -153,8 +155,8 @@ def commit(path: Path, index: str, manifest: dict[str, Any]) -> None:
     facts = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
     _write(partial / INDEX, content)
     _write(partial / MANIFEST, manifest_text(manifest | {"files": manifest["files"] | {INDEX: facts}}).encode())
-    fsync_folder(partial)
-    fsync_folder(path.parent.parent)  # the folder of all of them may be new
+    sync(partial)
+    sync(path.parent.parent)  # the folder of all of them may be new
     if path.exists():
         path.rename(free_name(path, "replaced"))
     partial.rename(path)
@@ -173,12 +175,3 @@ def _write(path: Path, content: bytes) -> None:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def fsync_folder(folder: Path) -> None:
-    """Makes the names in a folder durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
